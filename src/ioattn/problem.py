@@ -1,0 +1,355 @@
+"""What one call of attention is: a frozen, hashable description, and every check of a user's arguments.
+
+Symbols used everywhere: B batch, H query heads, Hk key/value heads, Nq queries, Nk keys, D head dimension of queries and
+keys, Dv head dimension of values. Packed (varlen) inputs hold T rows of all sequences one after another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ioattn.masks import Band
+from ioattn.scores import ALIBI, BIAS, SOFTCAP, Term
+
+Align = Literal["bottom-right", "top-left"]
+
+DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+
+
+class Tensors(NamedTuple):
+    """The inputs of one call.
+
+    Dense: q `(B, H, Nq, D)`, k `(B, Hk, Nk, D)`, v `(B, Hk, Nk, Dv)`; bias and mask are 4-D, each of the first three
+    dimensions full or 1, the last Nk. Packed: q `(Tq, H, D)`, k `(Tk, Hk, D)`, v `(Tk, Hk, Dv)`, and int32 offsets
+    `(B + 1,)`. alibi_slopes and sinks are `(H,)`. Any strides, except that bias and mask may not be None-sized.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None = None
+    mask: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+
+
+class Gradients(NamedTuple):
+    """Where a backward writes; dbias and dsinks are None when nobody asked for them."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dbias: Tensor | None = None
+    dsinks: Tensor | None = None
+
+
+class Options(NamedTuple):
+    """The settings of one call that are not tensors, in the order of the registered operators' arguments."""
+
+    lo: int | None = None
+    hi: int | None = None
+    shift: int = 0
+    align: Align = "bottom-right"
+    scale: float | None = None
+    softcap: float | None = None
+    deterministic: bool = False
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        causal: bool | Align,
+        window: tuple[int | None, int | None] | None,
+        scale: float | None,
+        softcap: float | None,
+        deterministic: bool,
+    ) -> Options:
+        """The options behind the public arguments; raises ValueError or TypeError for what they cannot be."""
+        align: Align = "bottom-right"
+        if isinstance(causal, str):
+            if causal not in ("bottom-right", "top-left"):
+                raise ValueError(f"causal is {causal!r}; it must be True, False, 'bottom-right' or 'top-left'")
+            align, causal = causal, True
+        elif not isinstance(causal, bool):
+            raise TypeError(f"causal is {causal!r}; it must be True, False, 'bottom-right' or 'top-left'")
+        if window is not None:
+            _check_window(window)
+        band = Band.of(causal, window)
+        return cls(band.lo, band.hi, 0, align, scale, softcap, bool(deterministic))
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Everything about a call but the numbers in its tensors: what a backend chooses, tunes and compiles for.
+
+    `str(problem)` is one line. `band` is in the frame of `align`; `band_of` gives the band of one sequence. For packed
+    inputs `batch` counts sequences and `len_q`, `len_k` are the longest lengths. `bias` and `mask` hold the sizes of the
+    first three dimensions, 1 where broadcast. `alignment` is the largest power of two, up to 16 bytes, that divides the
+    start and every row of q, k and v; 0 where the last dimension is strided.
+    """
+
+    batch: int
+    heads: int
+    kv_heads: int
+    len_q: int
+    len_k: int
+    dim: int
+    dim_v: int
+    dtype: torch.dtype
+    device: torch.device
+    scale: float
+    band: Band = Band()
+    align: Align = "bottom-right"
+    softcap: float | None = None
+    alibi: bool = False
+    bias: tuple[int, int, int] | None = None
+    mask: tuple[int, int, int] | None = None
+    sinks: bool = False
+    packed: bool = False
+    deterministic: bool = False
+    alignment: int = 16
+
+    @classmethod
+    def of(cls, tensors: Tensors, options: Options) -> Problem:
+        """The problem of these inputs, checked; raises ValueError or TypeError naming the argument at fault."""
+        check(tensors, options)
+        q, k, v = tensors.q, tensors.k, tensors.v
+        packed = tensors.cu_seqlens_q is not None
+        len_q, len_k = longest_lengths(tensors, options)
+        return cls(
+            batch=tensors.cu_seqlens_q.shape[0] - 1 if tensors.cu_seqlens_q is not None else q.shape[0],
+            heads=q.shape[1],
+            kv_heads=k.shape[1],
+            len_q=len_q,
+            len_k=len_k,
+            dim=q.shape[-1],
+            dim_v=v.shape[-1],
+            dtype=q.dtype,
+            device=q.device,
+            scale=q.shape[-1] ** -0.5 if options.scale is None else float(options.scale),
+            band=Band(options.lo, options.hi, options.shift),
+            align=options.align,
+            softcap=options.softcap,
+            alibi=tensors.alibi_slopes is not None,
+            bias=_broadcast_sizes(tensors.bias),
+            mask=_broadcast_sizes(tensors.mask),
+            sinks=tensors.sinks is not None,
+            packed=packed,
+            deterministic=options.deterministic,
+            alignment=_alignment(q, k, v),
+        )
+
+    @property
+    def group(self) -> int:
+        """Query heads per key/value head: query head `h` reads key/value head `h // group`."""
+        return self.heads // self.kv_heads
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        """The score terms that apply, in order."""
+        present = ((SOFTCAP, self.softcap is not None), (ALIBI, self.alibi), (BIAS, self.bias is not None))
+        return tuple(term for term, applies in present if applies)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What scores, softmax, sums and the LSE are computed in."""
+        return torch.float64 if self.dtype == torch.float64 else torch.float32
+
+    def band_of(self, len_q: int, len_k: int) -> Band:
+        """The band of one sequence of these lengths, with its alignment resolved."""
+        return self.band.shifted(len_k - len_q) if self.align == "bottom-right" else self.band
+
+    def __str__(self) -> str:
+        return " ".join(self._words())
+
+    def _words(self) -> Iterator[str]:
+        yield f"B{self.batch} H{self.heads}" + (f"/{self.kv_heads}" if self.kv_heads != self.heads else "")
+        yield f"N{self.len_q}" + (f"x{self.len_k}" if self.len_k != self.len_q else "")
+        yield f"D{self.dim}" + (f"/{self.dim_v}" if self.dim_v != self.dim else "")
+        yield f"{DTYPES[self.dtype]} {self.device.type}"
+        if self.packed:
+            yield "packed"
+        if self.band.bounded:
+            yield "causal" if self.band == Band(hi=0) else f"band[{self.band.lo},{self.band.hi}]+{self.band.shift}"
+            if self.align != "bottom-right":
+                yield self.align
+        if self.scale != self.dim**-0.5:
+            yield f"scale={self.scale:g}"
+        if self.softcap is not None:
+            yield f"softcap={self.softcap:g}"
+        for name, sizes in (("bias", self.bias), ("mask", self.mask)):
+            if sizes is not None:
+                yield f"{name}({','.join(map(str, sizes))},Nk)"
+        flags = (("alibi", self.alibi), ("sinks", self.sinks), ("deterministic", self.deterministic))
+        yield from (name for name, on in flags if on)
+
+
+def check(tensors: Tensors, options: Options) -> None:
+    """Raise ValueError or TypeError, naming the argument, unless the inputs describe one attention problem.
+
+    Looks at shapes, types and devices only, so it also runs on fake tensors while a program is compiled.
+    """
+    packed = tensors.cu_seqlens_q is not None or tensors.cu_seqlens_k is not None
+    _check_qkv(tensors, ("T", "H", "D") if packed else ("B", "H", "N", "D"))
+    q, k = tensors.q, tensors.k
+    if packed:
+        _check_offsets_form(tensors)
+    elif k.shape[0] != q.shape[0]:
+        raise ValueError(f"k has batch size {k.shape[0]}; it must have q's, {q.shape[0]}")
+    for name, value in (("alibi_slopes", tensors.alibi_slopes), ("sinks", tensors.sinks)):
+        _check_per_head(name, value, q)
+    _check_per_score("bias", tensors.bias, tensors, (q.dtype, torch.float32))
+    _check_per_score("mask", tensors.mask, tensors, (torch.bool,))
+    _check_number("scale", options.scale, positive=False)
+    _check_number("softcap", options.softcap, positive=True)
+
+
+def check_offsets(tensors: Tensors, options: Options) -> None:
+    """Check the values of packed offsets; on a GPU this waits for the device, so callers that know the lengths skip it."""
+    for side, offsets, rows, longest in (
+        ("q", tensors.cu_seqlens_q, tensors.q.shape[0], options.max_seqlen_q),
+        ("k", tensors.cu_seqlens_k, tensors.k.shape[0], options.max_seqlen_k),
+    ):
+        assert offsets is not None
+        values = offsets.tolist()
+        lengths = [b - a for a, b in zip(values, values[1:], strict=False)]
+        if values[0] != 0:
+            raise ValueError(f"cu_seqlens_{side}[0] is {values[0]}; offsets must start at 0")
+        if min(lengths, default=0) < 0:
+            at = next(i for i, length in enumerate(lengths) if length < 0)
+            raise ValueError(f"cu_seqlens_{side} falls from {values[at]} to {values[at + 1]}; offsets must not decrease")
+        if values[-1] > rows:
+            raise ValueError(f"cu_seqlens_{side} ends at {values[-1]}; it must not pass the {rows} rows of {side}")
+        if longest is not None and longest < max(lengths, default=0):
+            raise ValueError(f"max_seqlen_{side} is {longest}; the longest sequence has {max(lengths)} rows")
+
+
+def longest_lengths(tensors: Tensors, options: Options) -> tuple[int, int]:
+    """The longest number of queries and of keys in one sequence."""
+    if tensors.cu_seqlens_q is None or tensors.cu_seqlens_k is None:
+        return tensors.q.shape[2], tensors.k.shape[2]
+    longest = []
+    for given, offsets in (
+        (options.max_seqlen_q, tensors.cu_seqlens_q),
+        (options.max_seqlen_k, tensors.cu_seqlens_k),
+    ):
+        if given is None:
+            given = int(offsets.diff().max()) if offsets.shape[0] > 1 else 0
+        longest.append(given)
+    return longest[0], longest[1]
+
+
+def _check_qkv(tensors: Tensors, layout: tuple[str, ...]) -> None:
+    q, k, v = tensors.q, tensors.k, tensors.v
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
+        if x.dim() != len(layout):
+            raise ValueError(f"{name} has {x.dim()} dimensions; it must have {len(layout)}: ({', '.join(layout)})")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} is {x.dtype}; it must be float16, bfloat16, float32 or float64")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} is {x.dtype}; it must have q's dtype, {q.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device}; it must be on q's device, {q.device}")
+        if x.shape[1] == 0 or x.shape[-1] == 0:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must have at least one head and one column")
+    rows = len(layout) - 2
+    if v.shape[:-1] != k.shape[:-1]:
+        side = "heads" if v.shape[1] != k.shape[1] else "rows" if v.shape[rows] != k.shape[rows] else "batch size"
+        raise ValueError(f"v has shape {tuple(v.shape)}; its {side} must be k's, whose shape is {tuple(k.shape)}")
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"k has head dimension {k.shape[-1]}; it must have q's, {q.shape[-1]}")
+    if q.shape[1] % k.shape[1] != 0:
+        raise ValueError(f"q has {q.shape[1]} heads; it must have a multiple of the {k.shape[1]} heads of k and v")
+
+
+def _check_offsets_form(tensors: Tensors) -> None:
+    offsets_q, offsets_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
+    for name, offsets in (("cu_seqlens_q", offsets_q), ("cu_seqlens_k", offsets_k)):
+        if not isinstance(offsets, Tensor) or offsets.dtype != torch.int32:
+            what = offsets.dtype if isinstance(offsets, Tensor) else type(offsets).__name__
+            raise TypeError(f"{name} is {what}; it must be an int32 tensor")
+        if offsets.dim() != 1 or offsets.shape[0] < 1:
+            raise ValueError(f"{name} has shape {tuple(offsets.shape)}; it must be (B + 1,)")
+        if offsets.device != tensors.q.device:
+            raise ValueError(f"{name} is on {offsets.device}; it must be on q's device, {tensors.q.device}")
+    if offsets_q is not None and offsets_k is not None and offsets_q.shape != offsets_k.shape:
+        raise ValueError(
+            f"cu_seqlens_k has {offsets_k.shape[0]} entries; it must have as many as cu_seqlens_q, {offsets_q.shape[0]}"
+        )
+
+
+def _check_per_head(name: str, value: Tensor | None, q: Tensor) -> None:
+    if value is None:
+        return
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        what = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise TypeError(f"{name} is {what}; it must be a floating point tensor")
+    if value.dim() != 1 or value.shape[0] != q.shape[1]:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be (H,) = ({q.shape[1]},)")
+    if value.device != q.device:
+        raise ValueError(f"{name} is on {value.device}; it must be on q's device, {q.device}")
+
+
+def _check_per_score(name: str, value: Tensor | None, tensors: Tensors, dtypes: tuple[torch.dtype, ...]) -> None:
+    if value is None:
+        return
+    q, k = tensors.q, tensors.k
+    if not isinstance(value, Tensor) or value.dtype not in dtypes:
+        what = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        allowed = " or ".join(dict.fromkeys(str(d).removeprefix("torch.") for d in dtypes))
+        raise TypeError(f"{name} is {what}; it must be a tensor of {allowed}")
+    if value.device != q.device:
+        raise ValueError(f"{name} is on {value.device}; it must be on q's device, {q.device}")
+    full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    fits = value.dim() == 4 and all(a in (1, b) for a, b in zip(value.shape[:3], full[:3], strict=True))
+    if not fits or value.shape[3] != full[3]:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}; it must broadcast to (B, H, Nq, Nk) = {full} and have Nk")
+
+
+def _check_number(name: str, value: Any, positive: bool) -> None:
+    if value is None:
+        return
+    if isinstance(value, (bool, Tensor)) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{name} is a {type(value).__name__}; it must be a number or None")
+    if isinstance(value, (int, float)) and not math.isfinite(value):
+        raise ValueError(f"{name} is {value}; it must be finite")
+    if positive and not value > 0:
+        raise ValueError(f"{name} is {value}; it must be positive, or None for no {name}")
+
+
+def _check_window(window: Any) -> None:
+    form = "it must be (left, right), each an int >= 0 or None for unbounded"
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise TypeError(f"window is {window!r}; {form}")
+    for side in window:
+        if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
+            raise TypeError(f"window is {window!r}; {form}")
+        if side is not None and side < 0:
+            raise ValueError(f"window is {window!r}; {form}")
+
+
+def _broadcast_sizes(value: Tensor | None) -> tuple[int, int, int] | None:
+    return None if value is None else (value.shape[0], value.shape[1], value.shape[2])
+
+
+def _alignment(q: Tensor, k: Tensor, v: Tensor) -> int:
+    bits = 16
+    for x in (q, k, v):
+        if x.stride(-1) != 1 and x.shape[-1] != 1:
+            return 0
+        bits |= x.data_ptr()
+        for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+            if size > 1:
+                bits |= stride * x.element_size()
+    return bits & -bits
