@@ -1,0 +1,8 @@
+"""Exact attention that moves as few bytes as the hardware allows, and shows you the bytes."""
+
+from ioattn.api import attention, attention_varlen, explain
+from ioattn.merge import merge
+from ioattn.registry import UnsupportedProblem
+
+__version__ = "0.1.0"
+__all__ = ["UnsupportedProblem", "attention", "attention_varlen", "explain", "merge"]

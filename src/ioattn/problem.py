@@ -27,7 +27,7 @@ class Tensors(NamedTuple):
 
     Dense: q `(B, H, Nq, D)`, k `(B, Hk, Nk, D)`, v `(B, Hk, Nk, Dv)`; bias and mask are 4-D, each of the first three
     dimensions full or 1, the last Nk. Packed: q `(Tq, H, D)`, k `(Tk, Hk, D)`, v `(Tk, Hk, Dv)`, and int32 offsets
-    `(B + 1,)`. alibi_slopes and sinks are `(H,)`. Any strides, except that bias and mask may not be None-sized.
+    `(B + 1,)`. alibi_slopes and sinks are `(H,)`. Strides are free.
     """
 
     q: Tensor
@@ -39,6 +39,20 @@ class Tensors(NamedTuple):
     sinks: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, **extras: Tensor | None) -> Tensors:
+        """The inputs with bias and mask seen as 4-D; raises TypeError for what is no tensor, ValueError for rank > 4."""
+        for name, x in (("q", q), ("k", k), ("v", v), *extras.items()):
+            if not isinstance(x, Tensor) and (x is not None or name in ("q", "k", "v")):
+                raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
+        for name in ("bias", "mask"):
+            x = extras.get(name)
+            if x is not None:
+                if not 1 <= x.dim() <= 4:
+                    raise ValueError(f"{name} has {x.dim()} dimensions; it must have 1 to 4: (B, H, Nq, Nk) from the right")
+                extras[name] = x[(None,) * (4 - x.dim())]
+        return cls(q, k, v, **extras)
 
 
 class Gradients(NamedTuple):
@@ -72,6 +86,8 @@ class Options(NamedTuple):
         scale: float | None,
         softcap: float | None,
         deterministic: bool,
+        max_seqlen_q: int | None = None,
+        max_seqlen_k: int | None = None,
     ) -> Options:
         """The options behind the public arguments; raises ValueError or TypeError for what they cannot be."""
         align: Align = "bottom-right"
@@ -83,8 +99,15 @@ class Options(NamedTuple):
             raise TypeError(f"causal is {causal!r}; it must be True, False, 'bottom-right' or 'top-left'")
         if window is not None:
             _check_window(window)
+        if not isinstance(deterministic, bool):
+            raise TypeError(f"deterministic is {deterministic!r}; it must be True or False")
+        _check_number("scale", scale, positive=False)
+        _check_number("softcap", softcap, positive=True)
+        for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+            if length is not None and (isinstance(length, bool) or not isinstance(length, (int, torch.SymInt))):
+                raise TypeError(f"{name} is {length!r}; it must be an int or None")
         band = Band.of(causal, window)
-        return cls(band.lo, band.hi, 0, align, scale, softcap, bool(deterministic))
+        return cls(band.lo, band.hi, 0, align, scale, softcap, deterministic, max_seqlen_q, max_seqlen_k)
 
 
 @dataclass(frozen=True)
@@ -121,7 +144,7 @@ class Problem:
     @classmethod
     def of(cls, tensors: Tensors, options: Options) -> Problem:
         """The problem of these inputs, checked; raises ValueError or TypeError naming the argument at fault."""
-        check(tensors, options)
+        check(tensors)
         q, k, v = tensors.q, tensors.k, tensors.v
         packed = tensors.cu_seqlens_q is not None
         len_q, len_k = longest_lengths(tensors, options)
@@ -193,7 +216,7 @@ class Problem:
         yield from (name for name, on in flags if on)
 
 
-def check(tensors: Tensors, options: Options) -> None:
+def check(tensors: Tensors) -> None:
     """Raise ValueError or TypeError, naming the argument, unless the inputs describe one attention problem.
 
     Looks at shapes, types and devices only, so it also runs on fake tensors while a program is compiled.
@@ -209,8 +232,6 @@ def check(tensors: Tensors, options: Options) -> None:
         _check_per_head(name, value, q)
     _check_per_score("bias", tensors.bias, tensors, (q.dtype, torch.float32))
     _check_per_score("mask", tensors.mask, tensors, (torch.bool,))
-    _check_number("scale", options.scale, positive=False)
-    _check_number("softcap", options.softcap, positive=True)
 
 
 def check_offsets(tensors: Tensors, options: Options) -> None:
@@ -251,8 +272,6 @@ def longest_lengths(tensors: Tensors, options: Options) -> tuple[int, int]:
 def _check_qkv(tensors: Tensors, layout: tuple[str, ...]) -> None:
     q, k, v = tensors.q, tensors.k, tensors.v
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
         if x.dim() != len(layout):
             raise ValueError(f"{name} has {x.dim()} dimensions; it must have {len(layout)}: ({', '.join(layout)})")
         if x.dtype not in DTYPES:
@@ -276,9 +295,8 @@ def _check_qkv(tensors: Tensors, layout: tuple[str, ...]) -> None:
 def _check_offsets_form(tensors: Tensors) -> None:
     offsets_q, offsets_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
     for name, offsets in (("cu_seqlens_q", offsets_q), ("cu_seqlens_k", offsets_k)):
-        if not isinstance(offsets, Tensor) or offsets.dtype != torch.int32:
-            what = offsets.dtype if isinstance(offsets, Tensor) else type(offsets).__name__
-            raise TypeError(f"{name} is {what}; it must be an int32 tensor")
+        if offsets is None or offsets.dtype != torch.int32:
+            raise TypeError(f"{name} is {offsets and offsets.dtype}; it must be an int32 tensor")
         if offsets.dim() != 1 or offsets.shape[0] < 1:
             raise ValueError(f"{name} has shape {tuple(offsets.shape)}; it must be (B + 1,)")
         if offsets.device != tensors.q.device:
@@ -292,9 +310,8 @@ def _check_offsets_form(tensors: Tensors) -> None:
 def _check_per_head(name: str, value: Tensor | None, q: Tensor) -> None:
     if value is None:
         return
-    if not isinstance(value, Tensor) or not value.is_floating_point():
-        what = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        raise TypeError(f"{name} is {what}; it must be a floating point tensor")
+    if not value.is_floating_point():
+        raise TypeError(f"{name} is {value.dtype}; it must be a floating point tensor")
     if value.dim() != 1 or value.shape[0] != q.shape[1]:
         raise ValueError(f"{name} has shape {tuple(value.shape)}; it must be (H,) = ({q.shape[1]},)")
     if value.device != q.device:
@@ -305,10 +322,9 @@ def _check_per_score(name: str, value: Tensor | None, tensors: Tensors, dtypes: 
     if value is None:
         return
     q, k = tensors.q, tensors.k
-    if not isinstance(value, Tensor) or value.dtype not in dtypes:
-        what = value.dtype if isinstance(value, Tensor) else type(value).__name__
+    if value.dtype not in dtypes:
         allowed = " or ".join(dict.fromkeys(str(d).removeprefix("torch.") for d in dtypes))
-        raise TypeError(f"{name} is {what}; it must be a tensor of {allowed}")
+        raise TypeError(f"{name} is {value.dtype}; it must be a tensor of {allowed}")
     if value.device != q.device:
         raise ValueError(f"{name} is on {value.device}; it must be on q's device, {q.device}")
     full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])

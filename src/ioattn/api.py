@@ -1,0 +1,181 @@
+"""The public operations: they turn arguments into a description and call the operator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ioattn import ops, registry
+from ioattn.problem import Align, Options, Problem, Tensors
+
+Window = tuple[int | None, int | None]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool | Align = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention in O(N) memory, differentiable in q, k, v, bias and sinks.
+
+        S = scale * Q K^T -> softcap * tanh(S / softcap) -> S - slope * |i + Nk - Nq - j| -> S + bias -> mask
+        out = softmax(S) V        lse = log(rowsum(exp(S)))
+
+    Args:
+        q: queries, `(B, H, Nq, D)`, float16, bfloat16, float32 or float64, any strides.
+        k: keys, `(B, Hk, Nk, D)`, q's dtype. Query head h reads key/value head `h // (H // Hk)`.
+        v: values, `(B, Hk, Nk, Dv)`, q's dtype.
+        causal: True or "bottom-right": query i sees key j when `j <= i + Nk - Nq`. "top-left": when `j <= i`.
+        window: (left, right), inclusive: query i, moved as for `causal`, sees keys `i - left` to `i + right`; None is
+            unbounded on that side.
+        scale: factor of Q K^T; default `1 / sqrt(D)`. Zero and negative values work.
+        softcap: bound of the scores, positive.
+        alibi_slopes: one slope per query head, `(H,)`; not differentiable.
+        bias: added to the scores, broadcastable to `(B, H, Nq, Nk)` except for the keys; q's dtype or float32.
+        mask: bool, True = visible, broadcastable like bias.
+        sinks: one logit per query head, `(H,)`: exp(sink) joins the denominator and has no value.
+        return_lse: also return the log-sum-exp, which is differentiable too.
+        deterministic: bitwise equal gradients from run to run, or an error where a backend cannot.
+        backend: a name from `ioattn.registry.names()`; None chooses the first that takes the problem.
+
+    Returns:
+        out `(B, H, Nq, Dv)`, q's dtype and dimension order; with `return_lse` also lse `(B, H, Nq)`, float32 (float64
+        for float64 inputs), natural logarithm. A query that sees no key has out 0, lse -inf and gradients 0.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what it is and what it must be.
+        UnsupportedProblem: if the named backend does not take the problem; a ValueError with the reasons.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 2, 8, 1024, 64).unbind()
+        >>> attention(q, k, v, causal=True).shape
+        torch.Size([2, 8, 1024, 64])
+
+    Source: Dao, Fu, Ermon, Rudra, Re 2022 (arXiv 2205.14135), Theorem 1; Dao 2023 (arXiv 2307.08691), Algorithms 1, 2.
+    """
+    tensors = Tensors.of(q, k, v, bias=bias, mask=mask, alibi_slopes=alibi_slopes, sinks=sinks)
+    options = Options.of(causal, window, scale, softcap, deterministic)
+    return _attend(tensors, options, backend, return_lse)
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    causal: bool | Align = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention within each of B sequences that lie one after another, without padding.
+
+        out[a:b] = attention(q[a:b], k[c:d], v[c:d])  for a, b = cu_seqlens_q[s : s + 2], c, d = cu_seqlens_k[s : s + 2]
+
+    Args:
+        q: queries of all sequences, `(Tq, H, D)`.
+        k: keys, `(Tk, Hk, D)`.
+        v: values, `(Tk, Hk, Dv)`.
+        cu_seqlens_q: int32 `(B + 1,)` on q's device, from 0, not decreasing. Rows past the last offset are slack: they
+            are not read, their output and gradients are 0 and their lse is -inf. Sequences may be empty.
+        cu_seqlens_k: the same for keys and values; lengths may differ from the queries'.
+        max_seqlen_q: the longest query sequence. On a GPU, giving both lengths avoids a wait for the device, and with it
+            the check of the offsets' values; on a CPU they are always checked.
+        max_seqlen_k: the longest key sequence.
+        causal, window, scale, softcap, alibi_slopes, sinks, return_lse, deterministic, backend: as in `attention`, with
+            Nq and Nk the lengths of each sequence.
+
+    Returns:
+        out `(Tq, H, Dv)`; with `return_lse` also lse `(H, Tq)`, float32, natural logarithm.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what it is and what it must be.
+
+    Example:
+        >>> q = k = v = torch.randn(10, 4, 32)
+        >>> offsets = torch.tensor([0, 3, 3, 10], dtype=torch.int32)
+        >>> attention_varlen(q, k, v, offsets, offsets, causal=True).shape
+        torch.Size([10, 4, 32])
+
+    Source: Dao 2023 (arXiv 2307.08691), section 3.2, applied to each sequence.
+    """
+    tensors = Tensors.of(
+        q,
+        k,
+        v,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+    )
+    options = Options.of(causal, window, scale, softcap, deterministic, max_seqlen_q, max_seqlen_k)
+    return _attend(tensors, options, backend, return_lse)
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool | Align = False,
+    window: Window | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    deterministic: bool = False,
+    **tensors: Tensor | None,
+) -> registry.Explanation:
+    """Which backend `attention` (or `attention_varlen`) would run for these arguments, and why no other.
+
+    Args:
+        q, k, v, causal, window, scale, softcap, deterministic: as in `attention`.
+        tensors: bias, mask, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k.
+
+    Returns:
+        An `Explanation` with `problem`, `chosen` and `verdicts`; printing it gives one line per backend.
+
+    Raises:
+        ValueError, TypeError: as `attention` does.
+
+    Example:
+        >>> q = torch.randn(1, 2, 16, 64)
+        >>> "eager" in str(explain(q, q, q, causal=True))
+        True
+    """
+    unknown = sorted(set(tensors) - set(Tensors._fields))
+    if unknown:
+        raise TypeError(f"explain got {', '.join(unknown)}; tensors must be among {', '.join(Tensors._fields[3:])}")
+    options = Options.of(causal, window, scale, softcap, deterministic)
+    return registry.explain(Problem.of(Tensors.of(q, k, v, **tensors), options))
+
+
+def _attend(tensors: Tensors, options: Options, backend: str | None, return_lse: bool) -> Any:
+    slopes = tensors.alibi_slopes
+    if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
+        raise ValueError("alibi_slopes requires a gradient; it has none here, it must be detached")
+    if backend is not None:
+        registry.load(backend)
+    out, lse = ops.attend(tensors, options, backend)
+    return (out, lse) if return_lse else out

@@ -1,0 +1,111 @@
+"""Which backend runs a problem, and why the others do not.
+
+A backend is a module under `ioattn.backends` with the functions of `Backend`. Adding one is a folder and a row below.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Protocol, cast
+
+from torch import Tensor
+
+from ioattn.problem import Gradients, Problem, Tensors
+
+MODULES = {
+    "eager": "ioattn.backends.eager",
+}
+"""Backends in order of preference; a module is imported when it is first asked."""
+
+
+class Backend(Protocol):
+    """What a backend module provides."""
+
+    name: str
+
+    def unusable(self) -> str | None:
+        """Why this machine cannot run the backend and what would change that, or None."""
+
+    def objections(self, problem: Problem) -> list[str]:
+        """Why the backend does not take this problem; empty if it does."""
+
+    def forward(self, problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None:
+        """Overwrite every element of `out` and `lse`."""
+
+    def backward(
+        self,
+        problem: Problem,
+        tensors: Tensors,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        grads: Gradients,
+    ) -> None:
+        """Overwrite every element of every tensor in `grads`."""
+
+
+class UnsupportedProblem(ValueError):
+    """The named backend, or every backend, objects to the problem; the message lists the reasons."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The verdict of every backend on one problem; `str()` is the list that `ioattn why` prints."""
+
+    problem: Problem
+    chosen: str | None
+    verdicts: tuple[tuple[str, tuple[str, ...]], ...]
+
+    def __str__(self) -> str:
+        lines = [str(self.problem)]
+        for name, reasons in self.verdicts:
+            verdict = "; ".join(reasons) if reasons else "runs it" if name == self.chosen else "could run it"
+            lines.append(f"  {name:<7} {verdict}")
+        return "\n".join(lines)
+
+
+def names() -> tuple[str, ...]:
+    """The backends that exist, most preferred first."""
+    return tuple(MODULES)
+
+
+@lru_cache
+def load(name: str) -> Backend:
+    """The backend of that name; raises ValueError with the names that exist."""
+    if name not in MODULES:
+        raise ValueError(f"backend is {name!r}; it must be one of {', '.join(map(repr, MODULES))}, or None to choose")
+    return cast(Backend, importlib.import_module(MODULES[name]))
+
+
+def reasons_against(name: str, problem: Problem) -> tuple[str, ...]:
+    """Why backend `name` cannot run `problem` here; empty if it can."""
+    backend = load(name)
+    broken = backend.unusable()
+    return (broken,) if broken else tuple(backend.objections(problem))
+
+
+@lru_cache(maxsize=4096)
+def choose(problem: Problem, name: str | None = None) -> Backend:
+    """The first backend without objections, or the named one; never a substitute for a named one.
+
+    Raises:
+        ValueError: if no backend has that name.
+        UnsupportedProblem: with each reason of each backend that was asked.
+    """
+    asked = names() if name is None else (load(name).name,)
+    against = []
+    for candidate in asked:
+        reasons = reasons_against(candidate, problem)
+        if not reasons:
+            return load(candidate)
+        against.append(f"{candidate}: {'; '.join(reasons)}")
+    raise UnsupportedProblem(f"no backend that was asked runs {problem} ({' | '.join(against)})")
+
+
+def explain(problem: Problem) -> Explanation:
+    """Every backend's verdict on `problem`, in order of preference."""
+    verdicts = tuple((name, reasons_against(name, problem)) for name in names())
+    return Explanation(problem, next((name for name, reasons in verdicts if not reasons), None), verdicts)
