@@ -2,7 +2,7 @@
 
 from ioattn.api import attention, attention_varlen, explain
 from ioattn.merge import merge
-from ioattn.registry import UnsupportedProblem
+from ioattn.registry import UnsupportedProblemError
 
 __version__ = "0.1.0"
-__all__ = ["UnsupportedProblem", "attention", "attention_varlen", "explain", "merge"]
+__all__ = ["UnsupportedProblemError", "attention", "attention_varlen", "explain", "merge"]

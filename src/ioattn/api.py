@@ -58,7 +58,7 @@ def attention(
 
     Raises:
         ValueError, TypeError: naming the argument, what it is and what it must be.
-        UnsupportedProblem: if the named backend does not take the problem; a ValueError with the reasons.
+        UnsupportedProblemError: if the named backend does not take the problem; a ValueError with the reasons.
 
     Example:
         >>> q, k, v = torch.randn(3, 2, 8, 1024, 64).unbind()
@@ -102,8 +102,8 @@ def attention_varlen(
         cu_seqlens_q: int32 `(B + 1,)` on q's device, from 0, not decreasing. Rows past the last offset are slack: they
             are not read, their output and gradients are 0 and their lse is -inf. Sequences may be empty.
         cu_seqlens_k: the same for keys and values; lengths may differ from the queries'.
-        max_seqlen_q: the longest query sequence. On a GPU, giving both lengths avoids a wait for the device, and with it
-            the check of the offsets' values; on a CPU they are always checked.
+        max_seqlen_q: the longest query sequence. On a GPU, giving both lengths avoids a wait for the device and, with
+            it, the check of the offsets' values; on a CPU they are always checked.
         max_seqlen_k: the longest key sequence.
         causal, window, scale, softcap, alibi_slopes, sinks, return_lse, deterministic, backend: as in `attention`, with
             Nq and Nk the lengths of each sequence.

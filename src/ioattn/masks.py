@@ -122,6 +122,10 @@ class Band:
         return (start, end) if start < end else (start, start)
 
 
+EVERYTHING = Band()
+"""The band that hides nothing."""
+
+
 def _pairs_up_to(bound: int, n_queries: int, n_keys: int) -> int:
     """Pairs (i, j) of the grid with `j - i <= bound`: row i holds `clamp(i + bound + 1, 0, n_keys)` of them."""
     first_nonempty = min(max(-bound, 0), n_queries)

@@ -34,7 +34,7 @@ def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     Source: Dao, Haziza, Massa, Sizov 2023, "Flash-Decoding for long-context inference".
     """
     if outs.shape[:-1] != lses.shape:
-        raise ValueError(f"lses has shape {tuple(lses.shape)}; it must be outs' without the last, {tuple(outs.shape[:-1])}")
+        raise ValueError(f"lses has shape {tuple(lses.shape)}; it must be {tuple(outs.shape[:-1])}, as outs without Dv")
     for name, x in (("outs", outs), ("lses", lses)):
         if x.dtype not in (torch.float32, torch.float64):
             raise TypeError(f"{name} is {x.dtype}; it must be float32 or float64, partial results are not rounded")

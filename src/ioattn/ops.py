@@ -33,12 +33,11 @@ _library.define(
 
 
 def attend(tensors: Tensors, options: Options, backend: str | None) -> tuple[Tensor, Tensor]:
-    """Attention of checked-by-type inputs: autocast, then the operator, then autograd where something needs a gradient."""
+    """Attention of these inputs, under autocast and autograd where they apply."""
     tensors = _autocast(tensors)
     args = (*tensors, *options, backend)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        out, lse = _Attention.apply(*args)
-        return out, lse
+        return _Attention.apply(*args)  # type: ignore[no-untyped-call]
     return _forward_op(*args)
 
 
@@ -65,7 +64,8 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
     out, lse, dout, dlse, want_dbias, want_dsinks = args[_INPUT_COUNT:-_SETTING_COUNT]
     problem = _describe(tensors, options)
     grads = _allocate_backward(tensors, want_dbias, want_dsinks)
-    wanted = Gradients(*grads[:3], grads[3] if want_dbias else None, grads[4] if want_dsinks else None)
+    dq, dk, dv, dbias, dsinks = grads
+    wanted = Gradients(dq, dk, dv, dbias if want_dbias else None, dsinks if want_dsinks else None)
     registry.choose(problem, backend).backward(problem, tensors, out, lse, dout, dlse, wanted)
     return grads
 
@@ -98,26 +98,28 @@ def _allocate_forward(tensors: Tensors) -> tuple[Tensor, Tensor]:
     q, v = tensors.q, tensors.v
     rows = (q.shape[1], q.shape[0]) if tensors.cu_seqlens_q is not None else q.shape[:-1]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return _empty_in_order(q, (*q.shape[:-1], v.shape[-1])), torch.empty(rows, dtype=dtype, device=q.device)
+    return _empty_in_order(q, v.shape[-1]), torch.empty(rows, dtype=dtype, device=q.device)
 
 
 def _allocate_backward(tensors: Tensors, want_dbias: bool, want_dsinks: bool) -> tuple[Tensor, ...]:
-    dq, dk, dv = (_empty_in_order(x, tuple(x.shape)) for x in tensors[:3])
-    dbias, dsinks = (
-        torch.empty(x.shape if wanted else (0,), dtype=x.dtype, device=x.device) if x is not None else dq.new_empty((0,))
-        for x, wanted in ((tensors.bias, want_dbias), (tensors.sinks, want_dsinks))
-    )
-    return dq, dk, dv, dbias, dsinks
+    dq, dk, dv = map(_empty_in_order, tensors[:3])
+    absent = dq.new_empty((0,))
+    dbias = absent if tensors.bias is None or not want_dbias else _empty_in_order(tensors.bias)
+    dsinks = absent if tensors.sinks is None or not want_dsinks else _empty_in_order(tensors.sinks)
+    # An operator may not return one tensor twice.
+    return dq, dk, dv, dbias, absent.clone() if dsinks is dbias else dsinks
 
 
-def _empty_in_order(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _empty_in_order(like: Tensor, columns: int | None = None) -> Tensor:
     """Dense memory whose dimensions lie in the order of `like`'s, the last one innermost.
 
     The output of (B, N, H, D) data seen as (B, H, N, D) is then contiguous for whoever sees it as (B, N, H, D) again.
     """
-    order = sorted(range(len(shape) - 1), key=lambda dim: -like.stride(dim)) + [len(shape) - 1]
+    last = like.dim() - 1
+    shape = (*like.shape[:-1], like.shape[-1] if columns is None else columns)
+    order = [*sorted(range(last), key=like.stride, reverse=True), last]
     dense = torch.empty([shape[dim] for dim in order], dtype=like.dtype, device=like.device)
-    return dense.permute([order.index(dim) for dim in range(len(shape))])
+    return dense.permute([order.index(dim) for dim in range(last + 1)])
 
 
 _library.impl("forward", _forward, "CompositeExplicitAutograd")

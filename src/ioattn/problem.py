@@ -1,11 +1,12 @@
 """What one call of attention is: a frozen, hashable description, and every check of a user's arguments.
 
-Symbols used everywhere: B batch, H query heads, Hk key/value heads, Nq queries, Nk keys, D head dimension of queries and
-keys, Dv head dimension of values. Packed (varlen) inputs hold T rows of all sequences one after another.
+Symbols used everywhere: B batch, H query heads, Hk key/value heads, Nq queries, Nk keys, D head dimension of queries
+and keys, Dv head dimension of values. Packed (varlen) inputs hold T rows of all sequences one after another.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ioattn.masks import Band
+from ioattn.masks import EVERYTHING, Band
 from ioattn.scores import ALIBI, BIAS, SOFTCAP, Term
 
 Align = Literal["bottom-right", "top-left"]
@@ -42,7 +43,7 @@ class Tensors(NamedTuple):
 
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, **extras: Tensor | None) -> Tensors:
-        """The inputs with bias and mask seen as 4-D; raises TypeError for what is no tensor, ValueError for rank > 4."""
+        """The inputs with bias and mask seen as 4-D; raises TypeError for what is no tensor."""
         for name, x in (("q", q), ("k", k), ("v", v), *extras.items()):
             if not isinstance(x, Tensor) and (x is not None or name in ("q", "k", "v")):
                 raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
@@ -50,7 +51,7 @@ class Tensors(NamedTuple):
             x = extras.get(name)
             if x is not None:
                 if not 1 <= x.dim() <= 4:
-                    raise ValueError(f"{name} has {x.dim()} dimensions; it must have 1 to 4: (B, H, Nq, Nk) from the right")
+                    raise ValueError(f"{name} has {x.dim()} dimensions; it must broadcast to (B, H, Nq, Nk)")
                 extras[name] = x[(None,) * (4 - x.dim())]
         return cls(q, k, v, **extras)
 
@@ -115,9 +116,9 @@ class Problem:
     """Everything about a call but the numbers in its tensors: what a backend chooses, tunes and compiles for.
 
     `str(problem)` is one line. `band` is in the frame of `align`; `band_of` gives the band of one sequence. For packed
-    inputs `batch` counts sequences and `len_q`, `len_k` are the longest lengths. `bias` and `mask` hold the sizes of the
-    first three dimensions, 1 where broadcast. `alignment` is the largest power of two, up to 16 bytes, that divides the
-    start and every row of q, k and v; 0 where the last dimension is strided.
+    inputs `batch` counts sequences and `len_q`, `len_k` are the longest lengths. `bias` and `mask` hold the sizes of
+    the first three dimensions, 1 where broadcast. `alignment` is the largest power of two, up to 16 bytes, that divides
+    the start and every row of q, k and v; 0 where the last dimension is strided.
     """
 
     batch: int
@@ -130,7 +131,7 @@ class Problem:
     dtype: torch.dtype
     device: torch.device
     scale: float
-    band: Band = Band()
+    band: Band = EVERYTHING
     align: Align = "bottom-right"
     softcap: float | None = None
     alibi: bool = False
@@ -235,19 +236,19 @@ def check(tensors: Tensors) -> None:
 
 
 def check_offsets(tensors: Tensors, options: Options) -> None:
-    """Check the values of packed offsets; on a GPU this waits for the device, so callers that know the lengths skip it."""
+    """Raise ValueError unless packed offsets are offsets; on a GPU this waits for the device."""
     for side, offsets, rows, longest in (
         ("q", tensors.cu_seqlens_q, tensors.q.shape[0], options.max_seqlen_q),
         ("k", tensors.cu_seqlens_k, tensors.k.shape[0], options.max_seqlen_k),
     ):
         assert offsets is not None
         values = offsets.tolist()
-        lengths = [b - a for a, b in zip(values, values[1:], strict=False)]
+        lengths = [b - a for a, b in itertools.pairwise(values)]
         if values[0] != 0:
             raise ValueError(f"cu_seqlens_{side}[0] is {values[0]}; offsets must start at 0")
         if min(lengths, default=0) < 0:
             at = next(i for i, length in enumerate(lengths) if length < 0)
-            raise ValueError(f"cu_seqlens_{side} falls from {values[at]} to {values[at + 1]}; offsets must not decrease")
+            raise ValueError(f"cu_seqlens_{side} falls from {values[at]} to {values[at + 1]}; it must not decrease")
         if values[-1] > rows:
             raise ValueError(f"cu_seqlens_{side} ends at {values[-1]}; it must not pass the {rows} rows of {side}")
         if longest is not None and longest < max(lengths, default=0):
@@ -258,15 +259,13 @@ def longest_lengths(tensors: Tensors, options: Options) -> tuple[int, int]:
     """The longest number of queries and of keys in one sequence."""
     if tensors.cu_seqlens_q is None or tensors.cu_seqlens_k is None:
         return tensors.q.shape[2], tensors.k.shape[2]
-    longest = []
-    for given, offsets in (
-        (options.max_seqlen_q, tensors.cu_seqlens_q),
-        (options.max_seqlen_k, tensors.cu_seqlens_k),
-    ):
-        if given is None:
-            given = int(offsets.diff().max()) if offsets.shape[0] > 1 else 0
-        longest.append(given)
-    return longest[0], longest[1]
+    return _longest(options.max_seqlen_q, tensors.cu_seqlens_q), _longest(options.max_seqlen_k, tensors.cu_seqlens_k)
+
+
+def _longest(given: int | None, offsets: Tensor) -> int:
+    if given is not None:
+        return given
+    return int(offsets.diff().max()) if offsets.shape[0] > 1 else 0
 
 
 def _check_qkv(tensors: Tensors, layout: tuple[str, ...]) -> None:
@@ -330,7 +329,9 @@ def _check_per_score(name: str, value: Tensor | None, tensors: Tensors, dtypes: 
     full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     fits = value.dim() == 4 and all(a in (1, b) for a, b in zip(value.shape[:3], full[:3], strict=True))
     if not fits or value.shape[3] != full[3]:
-        raise ValueError(f"{name} has shape {tuple(value.shape)}; it must broadcast to (B, H, Nq, Nk) = {full} and have Nk")
+        raise ValueError(
+            f"{name} has shape {tuple(value.shape)}; it must broadcast to (B, H, Nq, Nk) = {full} and hold all Nk keys"
+        )
 
 
 def _check_number(name: str, value: Any, positive: bool) -> None:

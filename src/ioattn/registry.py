@@ -47,7 +47,7 @@ class Backend(Protocol):
         """Overwrite every element of every tensor in `grads`."""
 
 
-class UnsupportedProblem(ValueError):
+class UnsupportedProblemError(ValueError):
     """The named backend, or every backend, objects to the problem; the message lists the reasons."""
 
 
@@ -93,7 +93,7 @@ def choose(problem: Problem, name: str | None = None) -> Backend:
 
     Raises:
         ValueError: if no backend has that name.
-        UnsupportedProblem: with each reason of each backend that was asked.
+        UnsupportedProblemError: with each reason of each backend that was asked.
     """
     asked = names() if name is None else (load(name).name,)
     against = []
@@ -102,7 +102,7 @@ def choose(problem: Problem, name: str | None = None) -> Backend:
         if not reasons:
             return load(candidate)
         against.append(f"{candidate}: {'; '.join(reasons)}")
-    raise UnsupportedProblem(f"no backend that was asked runs {problem} ({' | '.join(against)})")
+    raise UnsupportedProblemError(f"no backend that was asked runs {problem} ({' | '.join(against)})")
 
 
 def explain(problem: Problem) -> Explanation:

@@ -37,30 +37,30 @@ class Term:
     dstep: Callable[[Value, Value, Value, Value], Value]
 
 
-def softcap_step(score, distance, operand):  # type: ignore[no-untyped-def]
+def _softcap_step(score, distance, operand):  # type: ignore[no-untyped-def]
     return operand * tanh(score / operand)
 
 
-def softcap_dstep(dscore, score, distance, operand):  # type: ignore[no-untyped-def]
+def _softcap_dstep(dscore, score, distance, operand):  # type: ignore[no-untyped-def]
     squashed = tanh(score / operand)
     return dscore * (1.0 - squashed * squashed)
 
 
-def alibi_step(score, distance, operand):  # type: ignore[no-untyped-def]
+def _alibi_step(score, distance, operand):  # type: ignore[no-untyped-def]
     return score - operand * distance
 
 
-def bias_step(score, distance, operand):  # type: ignore[no-untyped-def]
+def _bias_step(score, distance, operand):  # type: ignore[no-untyped-def]
     return score + operand
 
 
-def additive_dstep(dscore, score, distance, operand):  # type: ignore[no-untyped-def]
+def _additive_dstep(dscore, score, distance, operand):  # type: ignore[no-untyped-def]
     return dscore
 
 
-SOFTCAP = Term("softcap", "scalar", softcap_step, softcap_dstep)
-ALIBI = Term("alibi", "head", alibi_step, additive_dstep)
-BIAS = Term("bias", "tile", bias_step, additive_dstep)
+SOFTCAP = Term("softcap", "scalar", _softcap_step, _softcap_dstep)
+ALIBI = Term("alibi", "head", _alibi_step, _additive_dstep)
+BIAS = Term("bias", "tile", _bias_step, _additive_dstep)
 
 ORDER = (SOFTCAP, ALIBI, BIAS)
 """The order in which terms apply, after `scale * q @ k.T` and before the mask."""

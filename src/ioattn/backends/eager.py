@@ -13,14 +13,15 @@ it (Dao 2023, Algorithm 2), with delta = rowsum(dO * O) - dLSE computed once per
 
     dV = P^T dO        dP = dO V^T        dS = P * (dP - delta)        dQ = scale * dS K        dK = scale * dS^T Q
 
-Memory is O(N): the largest temporary is one tile. Every tensor is viewed with the group axis of grouped-query attention,
-[B, Hk, G, rows, columns]; the keys and values of a group have G = 1 and broadcast.
+Memory is O(N): the largest temporary is one tile. Every tensor is viewed with the group axis of grouped-query
+attention, [B, Hk, G, rows, columns]; the keys and values of a group have G = 1 and broadcast.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,8 +79,8 @@ def backward(
     for grad in (grads.dq, grads.dk, grads.dv):
         grad.zero_()
     for seq in _sequences(problem, tensors):
-        scores_of = _Scores(problem, tensors, seq)
-        lse_rows, dout_rows = seq.view_lse(lse), seq.view(dout, seq.queries).to(dtype)
+        scores_of, lse_rows = _Scores(problem, tensors, seq), seq.view_lse(lse)
+        dout_rows = seq.view(dout, seq.queries).to(dtype)
         delta = (dout_rows * seq.view(out, seq.queries).to(dtype)).sum(-1)
         if dlse is not None:
             delta = delta - seq.view_lse(dlse)
@@ -87,31 +88,45 @@ def backward(
             # The sink is one more key whose value is zero: dsink = P_sink * (0 - delta), over batch and queries.
             sink_weights = torch.exp(scores_of.sinks - _or_zero(lse_rows))
             dsinks -= torch.where(sink_weights == 0, 0, sink_weights * delta).sum((0, -1)).flatten()
-        dq = torch.zeros(scores_of.q.shape, dtype=dtype, device=problem.device)
-        v, dk_rows, dv_rows = (seq.view(x, seq.keys) for x in (tensors.v, grads.dk, grads.dv))
-        for cols in scores_of.key_tiles():
-            k_tile, v_tile = scores_of.k[..., cols, :].to(dtype), v[..., cols, :].to(dtype)
-            dk, dv = torch.zeros_like(k_tile), torch.zeros_like(v_tile)
-            for rows in scores_of.query_tiles_for(cols):
-                q_tile, dout_tile = scores_of.q[..., rows, :].to(dtype), dout_rows[..., rows, :]
-                raw, scores, visible = scores_of.tile(rows, cols)
-                weights = torch.exp(scores - _or_zero(lse_rows[..., rows])[..., None])
-                dscores = weights * (dout_tile @ v_tile.mT - delta[..., rows, None])
-                if visible is not None:
-                    dscores = torch.where(visible, dscores, 0)
-                if dbias is not None:
-                    _add_broadcast(dbias, dscores, rows, cols)
-                dproduct = problem.scale * scores_of.dterms(dscores, raw, rows, cols)
-                seen_by = None if visible is None else visible.mT
-                dq[..., rows, :] += _masked_matmul(dproduct, visible, k_tile)
-                dk += _masked_matmul(dproduct.mT, seen_by, q_tile).sum(2, keepdim=True)
-                dv += _masked_matmul(weights.mT, seen_by, dout_tile).sum(2, keepdim=True)
-            dk_rows[..., cols, :] = dk
-            dv_rows[..., cols, :] = dv
-        seq.view(grads.dq, seq.queries).copy_(dq)
-    for grad, total in ((grads.dbias, dbias), (grads.dsinks, dsinks)):
-        if grad is not None and total is not None:
-            grad.copy_(total)
+        _backward_sequence(scores_of, _Upstream(dout_rows, lse_rows, delta), grads, dbias)
+    for wanted, total in ((grads.dbias, dbias), (grads.dsinks, dsinks)):
+        if wanted is not None and total is not None:
+            wanted.copy_(total)
+
+
+class _Upstream(NamedTuple):
+    """What the backward knows of each query of a sequence."""
+
+    dout: Tensor  # [B, Hk, G, Nq, Dv]
+    lse: Tensor  # [B, Hk, G, Nq]
+    delta: Tensor  # [B, Hk, G, Nq]
+
+
+def _backward_sequence(scores_of: _Scores, upstream: _Upstream, grads: Gradients, dbias: Tensor | None) -> None:
+    """Outer loop over keys, inner loop over queries: dK and dV of a tile are complete when it is left."""
+    problem, seq, dtype = scores_of.problem, scores_of.seq, scores_of.problem.compute_dtype
+    dq = torch.zeros(scores_of.q.shape, dtype=dtype, device=problem.device)
+    v, dk_rows, dv_rows = (seq.view(x, seq.keys) for x in (scores_of.tensors.v, grads.dk, grads.dv))
+    for cols in scores_of.key_tiles():
+        k_tile, v_tile = scores_of.k[..., cols, :].to(dtype), v[..., cols, :].to(dtype)
+        dk, dv = torch.zeros_like(k_tile), torch.zeros_like(v_tile)
+        for rows in scores_of.query_tiles_for(cols):
+            q_tile, dout_tile = scores_of.q[..., rows, :].to(dtype), upstream.dout[..., rows, :]
+            raw, scores, visible = scores_of.tile(rows, cols)
+            seen_by = None if visible is None else visible.mT
+            weights = torch.exp(scores - _or_zero(upstream.lse[..., rows])[..., None])
+            dscores = weights * (dout_tile @ v_tile.mT - upstream.delta[..., rows, None])
+            if visible is not None:
+                dscores = torch.where(visible, dscores, 0)
+            if dbias is not None:
+                _add_broadcast(dbias, dscores, rows, cols)
+            dproduct = problem.scale * scores_of.dterms(dscores, raw, rows, cols)
+            dv += _masked_matmul(weights.mT, seen_by, dout_tile).sum(2, keepdim=True)
+            dk += _masked_matmul(dproduct.mT, seen_by, q_tile).sum(2, keepdim=True)
+            dq[..., rows, :] += _masked_matmul(dproduct, visible, k_tile)
+        dk_rows[..., cols, :] = dk
+        dv_rows[..., cols, :] = dv
+    seq.view(grads.dq, seq.queries).copy_(dq)
 
 
 class _Scores:
