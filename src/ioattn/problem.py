@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -44,15 +45,18 @@ class Tensors(NamedTuple):
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, **extras: Tensor | None) -> Tensors:
         """The inputs with bias and mask seen as 4-D; raises TypeError for what is no tensor."""
-        for name, x in (("q", q), ("k", k), ("v", v), *extras.items()):
-            if not isinstance(x, Tensor) and (x is not None or name in ("q", "k", "v")):
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if not isinstance(x, Tensor):
                 raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
-        for name in ("bias", "mask"):
-            x = extras.get(name)
-            if x is not None:
-                if not 1 <= x.dim() <= 4:
-                    raise ValueError(f"{name} has {x.dim()} dimensions; it must broadcast to (B, H, Nq, Nk)")
-                extras[name] = x[(None,) * (4 - x.dim())]
+        for name, extra in extras.items():
+            if extra is None:
+                continue
+            if not isinstance(extra, Tensor):
+                raise TypeError(f"{name} is a {type(extra).__name__}; it must be a torch.Tensor or None")
+            if name in ("bias", "mask"):
+                if not 1 <= extra.dim() <= 4:
+                    raise ValueError(f"{name} has {extra.dim()} dimensions; it must broadcast to (B, H, Nq, Nk)")
+                extras[name] = extra[(None,) * (4 - extra.dim())]
         return cls(q, k, v, **extras)
 
 
@@ -172,18 +176,18 @@ class Problem:
             alignment=_alignment(q, k, v),
         )
 
-    @property
+    @cached_property
     def group(self) -> int:
         """Query heads per key/value head: query head `h` reads key/value head `h // group`."""
         return self.heads // self.kv_heads
 
-    @property
+    @cached_property
     def terms(self) -> tuple[Term, ...]:
         """The score terms that apply, in order."""
         present = ((SOFTCAP, self.softcap is not None), (ALIBI, self.alibi), (BIAS, self.bias is not None))
         return tuple(term for term, applies in present if applies)
 
-    @property
+    @cached_property
     def compute_dtype(self) -> torch.dtype:
         """What scores, softmax, sums and the LSE are computed in."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
