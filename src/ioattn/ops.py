@@ -218,8 +218,10 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         args = (*inputs, out, lse, dout, dlse, wants["bias"], wants["sinks"], *ctx.settings)
-        run = _AttentionBackward.apply if torch.is_grad_enabled() else _backward_op
-        dq, dk, dv, dbias, dsinks = run(*args)
+        if torch.is_grad_enabled():
+            dq, dk, dv, dbias, dsinks = _AttentionBackward.apply(*args)  # type: ignore[no-untyped-call]
+        else:
+            dq, dk, dv, dbias, dsinks = _backward_op(*args)
         grads = {"q": dq, "k": dk, "v": dv, "bias": dbias, "sinks": dsinks}
         by_position = [grads[name] if wants[name] else None for name in Tensors._fields]
         return (*by_position, *(None for _ in ctx.settings))
