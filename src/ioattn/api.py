@@ -176,6 +176,6 @@ def _attend(tensors: Tensors, options: Options, backend: str | None, return_lse:
     if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
         raise ValueError("alibi_slopes requires a gradient; it has none here, it must be detached")
     if backend is not None:
-        registry.load(backend)
+        registry.check_name(backend)
     out, lse = ops.attend(tensors, options, backend)
     return (out, lse) if return_lse else out

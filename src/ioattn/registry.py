@@ -72,11 +72,16 @@ def names() -> tuple[str, ...]:
     return tuple(MODULES)
 
 
+def check_name(name: str) -> None:
+    """Raise ValueError with the names that exist unless `name` is one of them."""
+    if name not in MODULES:
+        raise ValueError(f"backend is {name!r}; it must be one of {', '.join(map(repr, MODULES))}, or None to choose")
+
+
 @lru_cache
 def load(name: str) -> Backend:
     """The backend of that name; raises ValueError with the names that exist."""
-    if name not in MODULES:
-        raise ValueError(f"backend is {name!r}; it must be one of {', '.join(map(repr, MODULES))}, or None to choose")
+    check_name(name)
     return cast(Backend, importlib.import_module(MODULES[name]))
 
 

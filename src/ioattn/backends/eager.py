@@ -31,8 +31,8 @@ from ioattn.problem import Gradients, Problem, Tensors
 
 name = "eager"
 
-TILE_SCORES = 2**22
-"""Scores in one tile, over all heads: 16 MiB in fp32, of which about five copies live at a time."""
+TILE_SCORES = 2**20
+"""Scores in one tile, over all heads: 4 MiB in fp32, of which a dozen copies live at a time."""
 
 
 def unusable() -> str | None:
