@@ -227,8 +227,8 @@ class _Sequence:
         return torch.empty(0) if x is None else x.to(dtype).unflatten(0, (self.kv_heads, -1))[..., None]
 
     def per_score(self, x: Tensor, rows: slice, cols: slice) -> Tensor:
-        """The tile of a bias or mask, whose batch, heads and queries may be broadcast."""
-        tile = x[..., rows if x.shape[-2] > 1 else slice(None), cols]
+        """The tile of a bias or mask, whose batch and heads may still be broadcast."""
+        tile = x[..., rows if x.shape[-2] > 1 else slice(None), cols].expand(-1, -1, rows.stop - rows.start, -1)
         return tile.unsqueeze(2) if x.shape[1] == 1 else tile.unflatten(1, (self.kv_heads, -1))
 
 
