@@ -117,7 +117,8 @@ def _backward_sequence(scores_of: _Scores, upstream: _Upstream, grads: Gradients
             weights = torch.exp(scores - _or_zero(upstream.lse[..., rows])[..., None])
             dscores = weights * (dout_tile @ v_tile.mT - upstream.delta[..., rows, None])
             if visible is not None:
-                dscores = torch.where(visible, dscores, 0)
+                # Where a row's lse is NaN, exp has not made the hidden weights zero.
+                weights, dscores = torch.where(visible, weights, 0), torch.where(visible, dscores, 0)
             if dbias is not None:
                 _add_broadcast(dbias, dscores, rows, cols)
             dproduct = problem.scale * scores_of.dterms(dscores, raw, rows, cols)
