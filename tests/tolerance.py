@@ -1,0 +1,113 @@
+"""How far a backend may be from float64: twice what untiled attention in the same type is, plus rounding.
+
+`plain` is the textbook forward and backward, computed as a backend computes it: 16-bit inputs, float32 scores and sums,
+weights and score gradients rounded to 16 bits before their products. It runs once as written and once with every sum
+taken backwards, because one order of summation can be exact by luck.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from oracle import Case, Result, each_sequence, exact, finish_scores, scale_of, softmax, visible
+from torch import Tensor
+
+SAFETY = 2
+"""The factor of DESIGN section 7."""
+
+
+def assert_close(actual: Result, case: Case, truth: Result | None = None) -> None:
+    """Fail, with the worst element of each tensor, unless every tensor in `actual` is within its tolerance."""
+    truth = exact(case) if truth is None else truth
+    others = [plain(case, backwards) for backwards in (False, True)]
+    faults = [
+        fault
+        for name, value in actual.items()
+        if (fault := difference(name, value, truth[name], [other[name] for other in others]))
+    ]
+    if faults:
+        raise AssertionError("\n".join(faults))
+
+
+def difference(name: str, actual: Tensor, truth: Tensor, others: list[Tensor]) -> str | None:
+    """What is wrong with `actual`, or None."""
+    if actual.shape != truth.shape:
+        return f"{name}: shape {tuple(actual.shape)}, expected {tuple(truth.shape)}"
+    value = actual.detach().double()
+    for kind, test in (("NaN", torch.isnan), ("+inf", torch.isposinf), ("-inf", torch.isneginf)):
+        wrong = (test(value) != test(truth)).nonzero()
+        if len(wrong):
+            at = tuple(wrong[0].tolist())
+            return f"{name}: {kind} positions differ at {len(wrong)} places, first {at}: {value[at]}, expected {truth[at]}"
+    finite = truth.isfinite()
+    if not finite.any():
+        return None
+    own = max((other.to(actual.dtype).double() - truth)[finite].abs().max().item() for other in others)
+    largest = truth[finite].abs().max().item()
+    limit = SAFETY * (own + torch.finfo(actual.dtype).eps * largest)
+    error = torch.where(finite, (value - truth).abs(), 0)
+    if not error.max() > limit:
+        return None
+    at = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
+    return (
+        f"{name}: error {error.max():.3e} at {at}: {value[at]:.9g}, expected {truth[at]:.9g}; limit {limit:.3e} "
+        f"(plain attention {own:.3e}, largest {largest:.3g}); {int((error > limit).sum())} of {error.numel()} beyond"
+    )
+
+
+def plain(case: Case, backwards: bool) -> Result:
+    """Untiled attention and its gradients in the case's own type."""
+    return each_sequence(case, lambda dense: _plain_dense(dense, _Sums(backwards)))
+
+
+class _Sums:
+    """Sums and matrix products, taken in one order or the other."""
+
+    def __init__(self, backwards: bool) -> None:
+        self.order: Callable[[Tensor, int], Tensor] = torch.flip if backwards else lambda x, dims: x
+
+    def of(self, x: Tensor) -> Tensor:
+        return self.order(x, [-1]).sum(-1)
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.order(a, [-1]) @ self.order(b, [-2])
+
+
+def _plain_dense(case: Case, sums: _Sums) -> Result:
+    compute = torch.float64 if case.dtype == torch.float64 else torch.float32
+    tame = {n: x.detach().to(compute) for n, x in case.tensors.items() if x.is_floating_point()}
+    tame = {n: torch.where(x.isnan() | (x.isinf() if n in "qkv" else False), 0, x) for n, x in tame.items()}
+    dout = torch.where(case.dout.isfinite(), case.dout, 0).to(compute)
+    group = tame["q"].shape[1] // tame["k"].shape[1]
+    k, v = (tame[name].repeat_interleave(group, dim=1) for name in "kv")
+
+    raw = scale_of(case) * sums.product(tame["q"], k.transpose(-1, -2))
+    weights, lse = softmax(finish_scores(case, raw, tame), visible(case), tame.get("sinks"))
+    out = sums.product(weights.to(case.dtype).to(compute), v).to(case.dtype)
+
+    delta = sums.of(dout * out.to(compute))
+    if case.dlse is not None:
+        delta = delta - torch.where(case.dlse.isfinite(), case.dlse, 0).to(compute)
+    dscores = weights * (sums.product(dout, v.transpose(-1, -2)) - delta[..., None])
+    softcap = case.options.get("softcap")
+    draw = dscores if softcap is None else dscores * (1 - torch.tanh(raw / softcap) ** 2)
+    draw = scale_of(case) * draw.to(case.dtype).to(compute)
+    result = {
+        "out": out,
+        "lse": lse,
+        "dq": sums.product(draw, k),
+        "dk": _sum_group(sums.product(draw.transpose(-1, -2), tame["q"]), group),
+        "dv": _sum_group(sums.product(weights.to(case.dtype).to(compute).transpose(-1, -2), dout), group),
+    }
+    if "bias" in tame:
+        result["dbias"] = dscores.expand(raw.shape).sum_to_size(tame["bias"].shape)
+    if "sinks" in tame:
+        share = torch.where(lse == -torch.inf, 0, (tame["sinks"][:, None] - lse).exp())
+        result["dsinks"] = -sums.of((share * delta).sum(0))
+    return result
+
+
+def _sum_group(x: Tensor, group: int) -> Tensor:
+    """Sum over the query heads that share a key/value head."""
+    return x.unflatten(1, (x.shape[1] // group, group)).sum(2)
