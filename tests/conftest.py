@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
+import ioattn
 import pytest
 import torch
 from attend import Target
 from ioattn import registry
+from ioattn.backends import eager
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs a GPU, because it is too large or too slow for a CPU")
     config.addinivalue_line("markers", "slow: takes more than 30 seconds on 2 cores")
 
 
@@ -36,20 +37,15 @@ def usable_targets() -> list[Target]:
 
 def _accepts(name: str, device: str) -> bool:
     x = torch.zeros(1, 1, 8, 16, device=device)
-    return not dict(registry_verdicts(x))[name]
-
-
-def registry_verdicts(x: torch.Tensor) -> list[tuple[str, list[str]]]:
-    """Each backend's reasons against plain float32 attention on x's device."""
-    import ioattn
-
-    return ioattn.explain(x, x, x).verdicts
+    return not dict(ioattn.explain(x, x, x).verdicts)[name]
 
 
 @pytest.fixture
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Target:
-    """A backend and its device; eager gets small tiles, so that small cases cross many of them."""
+    """A backend and its device; eager gets its smallest tiles, 16 x 16, so that small cases cross many of them."""
     target: Target = request.param
+    if target.name == "eager":
+        monkeypatch.setattr(eager, "TILE_SCORES", 1)
     return target
 
 

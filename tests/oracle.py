@@ -121,7 +121,7 @@ def scale_of(case: Case) -> float:
 def softmax(scores: Tensor, keep: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Weights and LSE of masked scores; a row without a visible key has weights 0 and LSE -inf (or its sink)."""
     scores = torch.where(keep, scores, -torch.inf)
-    virtual = torch.full_like(scores[..., :1], -torch.inf)
+    virtual = scores.new_full((*scores.shape[:-1], 1), -torch.inf)
     if sinks is not None:
         virtual = sinks[:, None, None].expand_as(virtual)
     row_max = torch.cat([scores, virtual], -1).amax(-1, keepdim=True).detach()

@@ -83,12 +83,15 @@ def _plain_dense(case: Case, sums: _Sums) -> Result:
     k, v = (tame[name].repeat_interleave(group, dim=1) for name in "kv")
 
     raw = scale_of(case) * sums.product(tame["q"], k.transpose(-1, -2))
-    weights, lse = softmax(finish_scores(case, raw, tame), visible(case), tame.get("sinks"))
+    scores, keep = finish_scores(case, raw, tame), visible(case)
+    weights, lse = softmax(scores, keep, tame.get("sinks"))
     out = sums.product(weights.to(case.dtype).to(compute), v).to(case.dtype)
 
     delta = sums.of(dout * out.to(compute))
     if case.dlse is not None:
         delta = delta - torch.where(case.dlse.isfinite(), case.dlse, 0).to(compute)
+    # The backward has the LSE alone to recompute the weights from.
+    weights = torch.where(keep & (lse[..., None] != -torch.inf), (scores - lse[..., None]).exp(), 0)
     dscores = weights * (sums.product(dout, v.transpose(-1, -2)) - delta[..., None])
     softcap = case.options.get("softcap")
     draw = dscores if softcap is None else dscores * (1 - torch.tanh(raw / softcap) ** 2)
