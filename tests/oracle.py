@@ -154,6 +154,7 @@ def _exact_forward(case: Case, leaves: dict[str, Tensor]) -> tuple[Tensor, Tenso
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     keep = visible(case)
     finite = all(x.isfinite().all() for x in (q, k, v, case.dout))
+    finite = finite and not ("bias" in leaves and leaves["bias"].isnan().any())
     raw = scale_of(case) * (q @ k.transpose(-1, -2) if finite else _pair_products(keep, q, k))
     weights, lse = softmax(finish_scores(case, raw, leaves), keep, leaves.get("sinks"))
     if finite:

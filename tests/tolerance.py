@@ -89,15 +89,17 @@ def _plain_dense(case: Case, sums: _Sums) -> Result:
     group = tame["q"].shape[1] // tame["k"].shape[1]
     k, v = (tame[name].repeat_interleave(group, dim=1) for name in "kv")
 
-    raw = scale_of(case) * sums.product(tame["q"], k.transpose(-1, -2))
-    scores, keep = finish_scores(case, raw, tame), visible(case)
+    keep = visible(case)
+    scores = finish_scores(case, scale_of(case) * sums.product(tame["q"], k.transpose(-1, -2)), tame)
     weights, lse = softmax(scores, keep, tame.get("sinks"))
     out = sums.product(weights.to(case.dtype).to(compute), v).to(case.dtype)
 
     delta = sums.of(dout * out.to(compute))
     if case.dlse is not None:
         delta = delta - torch.where(case.dlse.isfinite(), case.dlse, 0).to(compute)
-    # The backward has the LSE alone to recompute the weights from.
+    # The backward recomputes the scores, perhaps summed in another order, and has the LSE alone to make weights of them.
+    raw = scale_of(case) * _Sums(sums.order + 1).product(tame["q"], k.transpose(-1, -2))
+    scores = finish_scores(case, raw, tame)
     weights = torch.where(keep & (lse[..., None] != -torch.inf), (scores - lse[..., None]).exp(), 0)
     dscores = weights * (sums.product(dout, v.transpose(-1, -2)) - delta[..., None])
     softcap = case.options.get("softcap")

@@ -1,0 +1,221 @@
+"""Extreme numbers: huge scores, empty rows, infinite biases, NaN in all places, odd scales."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import ioattn
+import pytest
+import torch
+from attend import DTYPES, Shape, Target, check, dense, normal, run
+from oracle import Case, visible
+
+SHAPE = Shape(2, 4, 33, 70, 16, kv_heads=2)
+
+HIDING: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window": (9, 4)},
+    "mask": {"mask": (2, 4, 33, 70)},
+    "mask of padding": {"mask": (2, 1, 1, 70)},
+    "mask of queries": {"mask": (2, 4, 33, 70), "causal": True, "sinks": True},
+}
+
+
+def stretched(case: Case, factor: float, names: str = "qk") -> Case:
+    """The case with some of its inputs multiplied."""
+    return case.replace(**{name: case.tensors[name] * factor for name in names})
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("factor", [4.0, 30.0, 200.0])
+def test_peaked_softmax(backend: Target, factor: float, dtype: torch.dtype) -> None:
+    check(backend, stretched(dense(backend, SHAPE, dtype, causal=True), factor))
+
+
+@pytest.mark.parametrize("order", ["growing", "falling"])
+def test_row_max_moves_with_every_tile(backend: Target, order: str) -> None:
+    case = dense(backend, Shape(heads=1, n_q=20, n_k=257, dim=16))
+    ramp = torch.linspace(-40, 40, 257, device=backend.device)
+    k = 0.1 * case.tensors["k"]
+    k[..., 0] = ramp if order == "growing" else ramp.flip(0)
+    q = case.tensors["q"].abs()
+    check(backend, case.replace(q=q, k=k))
+
+
+@pytest.mark.parametrize("level", [-1e30, -2.45e5, 2.45e5, 1e30])
+def test_scores_far_from_zero_are_only_shifted(backend: Target, level: float) -> None:
+    """softmax(x + c) = softmax(x): every sum of a tile must happen after the maximum is taken off."""
+    case = dense(backend, SHAPE, bias=(1, 1, 1, 70))
+    bias = torch.full_like(case.tensors["bias"], level)
+    check(backend, case.replace(bias=bias))
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5, -3.0, 1e-20, 20.0])
+def test_scales(backend: Target, scale: float) -> None:
+    check(backend, dense(backend, SHAPE, scale=scale, causal=True, sinks=True))
+
+
+@pytest.mark.parametrize("features", HIDING.values(), ids=HIDING)
+def test_scale_zero_is_the_mean_of_what_is_visible(backend: Target, features: dict[str, Any]) -> None:
+    case = dense(backend, SHAPE, scale=0.0, **{k: v for k, v in features.items() if k != "sinks"})
+    lse = run(backend, case, gradients=False)["lse"].cpu().double()
+    counts = visible(case).expand(*SHAPE.scores).sum(-1).cpu()
+    assert torch.allclose(lse, counts.double().log(), rtol=2e-7, atol=0)
+    check(backend, case)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_large_values_do_not_overflow(backend: Target, dtype: torch.dtype) -> None:
+    """A convex combination of v stays within v's range, however many keys are summed."""
+    case = dense(backend, Shape(heads=1, n_q=9, n_k=257), dtype)
+    top = 0.9 * torch.finfo(dtype).max if dtype == torch.float16 else 1e30
+    out = run(backend, case.replace(v=torch.full_like(case.tensors["v"], top)), gradients=False)["out"]
+    assert torch.allclose(out.double(), torch.tensor(top, dtype=dtype).double(), rtol=2 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_small_values_keep_their_relative_accuracy(backend: Target, dtype: torch.dtype) -> None:
+    tiny = 1e-3 if dtype == torch.float16 else 1e-25
+    case = stretched(dense(backend, SHAPE, dtype), tiny, "v")
+    check(backend, Case(case.tensors, case.dout, None, case.options), gradients=False)
+
+
+@pytest.mark.parametrize("rows", [[0], [32], [3, 4, 5], list(range(16)), list(range(33))], ids=len)
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_without_a_visible_key(backend: Target, rows: list[int], sinks: bool, dtype: torch.dtype) -> None:
+    case = dense(backend, SHAPE, dtype, mask=(2, 1, 33, 70), sinks=sinks)
+    case.tensors["mask"][:, :, rows] = False
+    result = check(backend, case)
+    assert (result["out"][:, :, rows] == 0).all()
+    assert (result["dq"][:, :, rows] == 0).all()
+    empty = case.tensors["sinks"][:, None] if sinks else torch.tensor(-torch.inf, device=backend.device)
+    assert (result["lse"][:, :, rows] == empty).all()
+
+
+def test_a_row_whose_every_score_is_minus_infinity_is_empty(backend: Target) -> None:
+    case = dense(backend, SHAPE, bias=(1, 4, 33, 70))
+    case.tensors["bias"][:, :, 5:9] = -torch.inf
+    result = check(backend, case)
+    assert (result["out"][:, :, 5:9] == 0).all()
+    for name in ("dq", "dbias"):
+        assert (result[name][:, :, 5:9] == 0).all()
+
+
+@pytest.mark.parametrize("run_of", [(0, 40), (16, 32), (30, 70), (1, 70), (0, 69)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_run_of_minus_infinity_in_the_bias(backend: Target, run_of: tuple[int, int], dtype: torch.dtype) -> None:
+    case = dense(backend, SHAPE, dtype, bias=(1, 1, 33, 70))
+    case.tensors["bias"][..., slice(*run_of)] = -torch.inf
+    result = check(backend, case)
+    assert (result["dk"][:, :, slice(*run_of)] == 0).all()
+
+
+@pytest.mark.parametrize("features", HIDING.values(), ids=HIDING)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["q", "k", "v", "bias", "dout", "dlse"])
+def test_nan_reaches_what_sees_it_and_nothing_else(
+    backend: Target, name: str, dtype: torch.dtype, features: dict[str, Any]
+) -> None:
+    case = dense(backend, SHAPE, dtype, bias=(2, 4, 33, 70), **features)
+    inputs = {**case.tensors, "dout": case.dout, "dlse": case.dlse}
+    inputs[name][1, 1, 17] = torch.nan
+    check(backend, case)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_hidden_keys_are_never_read(backend: Target, value: float, dtype: torch.dtype) -> None:
+    case = dense(backend, SHAPE, dtype, mask=(2, 1, 1, 70), bias=(2, 1, 1, 70))
+    hidden = ~case.tensors["mask"][:, 0, 0]
+    clean = run(backend, case)
+    for name in "kv":
+        case.tensors[name].masked_fill_(hidden[:, None, :, None], value)
+    case.tensors["bias"].masked_fill_(~case.tensors["mask"], value)
+    poisoned = run(backend, case)
+    for name, expected in clean.items():
+        assert torch.equal(poisoned[name], expected), name
+    assert not poisoned["dk"].masked_select(hidden[:, None, :, None]).any()
+
+
+def test_nan_in_queries_that_see_nothing_is_never_read(backend: Target) -> None:
+    case = dense(backend, SHAPE, mask=(2, 1, 33, 1))
+    mask = case.tensors["mask"].expand(2, 1, 33, 70)
+    blind = ~case.tensors["mask"]
+    for x in (case.tensors["q"], case.dout):
+        x.masked_fill_(blind, torch.nan)
+    case.dlse.masked_fill_(blind[..., 0], torch.nan)
+    result = check(backend, case.replace(mask=mask))
+    assert not result["dq"].masked_select(blind).any()
+
+
+@pytest.mark.parametrize("features", HIDING.values(), ids=HIDING)
+def test_infinite_values_reach_the_rows_that_see_them(backend: Target, features: dict[str, Any]) -> None:
+    case = dense(backend, SHAPE, **features)
+    case.tensors["v"][1, 1, 17] = torch.inf
+    case.tensors["v"][0, 0, 40, 3] = -torch.inf
+    check(backend, case, gradients=False)
+
+
+def test_everything_nan_stays_nan(backend: Target) -> None:
+    case = dense(backend, SHAPE)
+    result = check(backend, case.replace(q=torch.full_like(case.tensors["q"], torch.nan)))
+    assert result["out"].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_softcap_saturates(backend: Target, dtype: torch.dtype) -> None:
+    check(backend, stretched(dense(backend, SHAPE, dtype, softcap=3.0, causal=True), 12.0))
+
+
+@pytest.mark.parametrize("sink", [-100.0, 0.0, 100.0, -math.inf])
+def test_sinks_of_any_size(backend: Target, sink: float) -> None:
+    case = dense(backend, SHAPE, sinks=True, causal=True)
+    check(backend, case.replace(sinks=torch.full_like(case.tensors["sinks"], sink)))
+
+
+@pytest.mark.parametrize("n", [1, 2, 63, 64, 65])
+def test_one_visible_key_is_copied(backend: Target, n: int) -> None:
+    case = dense(backend, Shape(n_q=n), window=(0, 0))
+    assert torch.equal(run(backend, case, gradients=False)["out"], case.tensors["v"])
+
+
+@pytest.mark.parametrize("sizes", [(0, 5), (5, 0), (0, 0)], ids=str)
+@pytest.mark.parametrize("batch", [0, 2])
+@pytest.mark.parametrize("features", [{}, {"causal": True, "sinks": True, "alibi": True}], ids=["plain", "terms"])
+def test_empty_shapes(backend: Target, sizes: tuple[int, int], batch: int, features: dict[str, Any]) -> None:
+    shape = Shape(batch, 4, *sizes, 16, kv_heads=2)
+    check(backend, dense(backend, shape, bias=(batch, 4, *sizes), mask=(batch, 4, *sizes), **features))
+
+
+def test_parts_over_disjoint_keys_merge_to_the_whole(backend: Target) -> None:
+    case = dense(backend, SHAPE)
+    q, k, v = (case.tensors[name] for name in "qkv")
+    parts = [
+        ioattn.attention(q, k[:, :, a:b], v[:, :, a:b], return_lse=True, backend=backend.name)
+        for a, b in ((0, 1), (1, 40), (40, 40), (40, 70))
+    ]
+    out, lse = ioattn.merge(*(torch.stack(x) for x in zip(*parts, strict=True)))
+    whole = run(backend, case, gradients=False)
+    assert torch.allclose(out, whole["out"], atol=1e-6)
+    assert torch.allclose(lse, whole["lse"], atol=1e-6)
+
+
+def test_inputs_are_left_as_they_were(backend: Target) -> None:
+    case = dense(backend, SHAPE, bias=(2, 4, 33, 70), mask=(2, 4, 33, 70), sinks=True, alibi=True)
+    before = {name: x.clone() for name, x in case.tensors.items()}
+    dout, dlse = case.dout.clone(), case.dlse.clone()
+    run(backend, case)
+    assert all(torch.equal(case.tensors[name], x) for name, x in before.items())
+    assert torch.equal(case.dout, dout) and torch.equal(case.dlse, dlse)
+
+
+def test_uniform_scores_give_exact_means(backend: Target) -> None:
+    """With q = 0 every weight is 1 / N, and small integers sum without rounding."""
+    v = normal(1, 2, 64, 16, like=backend).round()
+    zeros = torch.zeros_like(v)
+    out, lse = ioattn.attention(zeros, zeros, v, return_lse=True, backend=backend.name)
+    assert torch.allclose(out, v.mean(-2, keepdim=True).expand_as(out), rtol=1e-6, atol=1e-7)
+    assert torch.allclose(lse, torch.full_like(lse, math.log(64)), rtol=3e-7)
