@@ -171,6 +171,21 @@ def test_autocast_computes_in_its_type(backend: Target, dtype: torch.dtype) -> N
     assert torch.equal(out, run(backend, low, gradients=False)["out"])
 
 
+@pytest.mark.parametrize("inside", ["forward", "backward"])
+def test_autocast_does_not_reach_into_a_backend(backend: Target, inside: str) -> None:
+    """Sums stay in float32, also where somebody calls the backward within autocast."""
+    case = dense(backend, Shape(n_q=33, n_k=70), torch.bfloat16, causal=True)
+    leaves = leaves_of(case)
+    with torch.autocast(backend.device, torch.bfloat16, enabled=inside == "forward"):
+        out = with_inputs(backend, case, list(leaves))(*leaves.values())
+    with torch.autocast(backend.device, torch.bfloat16, enabled=inside == "backward"):
+        gradients = torch.autograd.grad(out, list(leaves.values()), (case.dout, case.dlse))
+    plain = run(backend, case)
+    named = dict(zip(leaves, gradients, strict=True)) | {"out": out[0], "lse": out[1]}
+    for name, value in named.items():
+        assert torch.equal(value, plain[name if name in plain else f"d{name}"]), name
+
+
 def test_autocast_leaves_float64_alone(backend: Target) -> None:
     skip_unless_it_takes(backend, torch.float64)
     q = normal(1, 2, 5, 8, like=backend, dtype=torch.float64)

@@ -12,6 +12,7 @@ What follows from shapes, strides and options alone (the checked Problem, its ba
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -127,7 +128,8 @@ def _run_forward(tensors: Tensors, options: Options, backend: str | None) -> tup
     device = plan.problem.device
     out = torch.empty_strided(*plan.out, dtype=plan.problem.dtype, device=device)
     lse = torch.empty(plan.lse_shape, dtype=plan.problem.compute_dtype, device=device)
-    plan.backend.forward(plan.problem, tensors, out, lse)
+    with _as_written(device.type):
+        plan.backend.forward(plan.problem, tensors, out, lse)
     return out, lse
 
 
@@ -142,8 +144,14 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
     grads = _allocate_backward(tensors, want_dbias, want_dsinks)
     dq, dk, dv, dbias, dsinks = grads
     wanted = Gradients(dq, dk, dv, dbias if want_dbias else None, dsinks if want_dsinks else None)
-    plan.backend.backward(plan.problem, tensors, out, lse, dout, dlse, wanted)
+    with _as_written(plan.problem.device.type):
+        plan.backend.backward(plan.problem, tensors, out, lse, dout, dlse, wanted)
     return grads
+
+
+def _as_written(device: str) -> AbstractContextManager[None]:
+    """Inside a backend autocast has no say: it would round the float32 products of softmax and sums."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
