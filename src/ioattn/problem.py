@@ -285,7 +285,7 @@ def _check_qkv(tensors: Tensors, layout: tuple[str, ...]) -> None:
             raise ValueError(f"{name} is on {x.device}; it must be on q's device, {q.device}")
         if x.shape[1] == 0 or x.shape[-1] == 0:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; it must have at least one head and one column")
-    rows = len(layout) - 2
+    rows = layout.index("N" if "N" in layout else "T")
     if v.shape[:-1] != k.shape[:-1]:
         side = "heads" if v.shape[1] != k.shape[1] else "rows" if v.shape[rows] != k.shape[rows] else "batch size"
         raise ValueError(f"v has shape {tuple(v.shape)}; its {side} must be k's, whose shape is {tuple(k.shape)}")
@@ -299,7 +299,7 @@ def _check_offsets_form(tensors: Tensors) -> None:
     offsets_q, offsets_k = tensors.cu_seqlens_q, tensors.cu_seqlens_k
     for name, offsets in (("cu_seqlens_q", offsets_q), ("cu_seqlens_k", offsets_k)):
         if offsets is None or offsets.dtype != torch.int32:
-            raise TypeError(f"{name} is {offsets and offsets.dtype}; it must be an int32 tensor")
+            raise TypeError(f"{name} is {getattr(offsets, 'dtype', None)}; it must be an int32 tensor")
         if offsets.dim() != 1 or offsets.shape[0] < 1:
             raise ValueError(f"{name} has shape {tuple(offsets.shape)}; it must be (B + 1,)")
         if offsets.device != tensors.q.device:
