@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import ioattn
 import pytest
 import torch
 from oracle import DIFFERENTIABLE, Case, Result
 from tolerance import assert_close
 from torch import Tensor
+
+import ioattn
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -53,7 +54,7 @@ def normal(*shape: int, like: Target, dtype: torch.dtype = torch.float32, seed: 
     return torch.randn(shape, generator=generator).to(like.device, dtype)
 
 
-def dense(target: Target, shape: Shape = Shape(), dtype: torch.dtype = torch.float32, **features: Any) -> Case:  # noqa: B008
+def dense(target: Target, shape: Shape = Shape(), dtype: torch.dtype = torch.float32, **features: Any) -> Case:
     """A dense case of normal numbers.
 
     `bias` and `mask` are the sizes to build (any rank up to 4); `alibi` and `sinks` are switches; the rest are options.
@@ -130,9 +131,7 @@ def skip_where_it_objects(target: Target, case: Case) -> None:
 def run(target: Target, case: Case, gradients: bool = True, **options: Any) -> Result:
     """What the package returns for a case: out, lse and, if wanted, the gradient of each differentiable input."""
     skip_where_it_objects(target, case)
-    leaves = {
-        name: x.detach().requires_grad_(gradients and name in DIFFERENTIABLE) for name, x in case.tensors.items()
-    }
+    leaves = {name: x.detach().requires_grad_(gradients and name in DIFFERENTIABLE) for name, x in case.tensors.items()}
     operation = ioattn.attention_varlen if case.packed else ioattn.attention
     out, lse = operation(**leaves, **case.options, return_lse=True, backend=target.name, **options)
     result = {"out": out.detach(), "lse": lse.detach()}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-import ioattn
 import pytest
 import torch
 from attend import Target
+
+import ioattn
 from ioattn import registry
 from ioattn.backends import eager
 
@@ -41,12 +42,21 @@ def _accepts(name: str, device: str) -> bool:
 
 
 @pytest.fixture
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Target:
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Target]:
     """A backend and its device; eager gets its smallest tiles, 16 x 16, so that small cases cross many of them."""
     target: Target = request.param
-    if target.name == "eager":
+    threads = torch.get_num_threads()
+    if target.name == "eager" and "natural_tiles" not in request.fixturenames:
         monkeypatch.setattr(eager, "TILE_SCORES", 1)
-    return target
+        # Two threads have nothing to share in a tile of this size but the wait for each other.
+        torch.set_num_threads(1)
+    yield target
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def natural_tiles() -> None:
+    """Asked for by tests whose sizes make small tiles slow."""
 
 
 @pytest.fixture(autouse=True)

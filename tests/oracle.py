@@ -38,9 +38,7 @@ class Case:
     def offsets(self) -> list[tuple[slice, slice]]:
         """The query rows and the key rows of each sequence of a packed case."""
         q, k = (self.tensors[f"cu_seqlens_{side}"].tolist() for side in "qk")
-        return [
-            (slice(a, b), slice(c, d)) for a, b, c, d in zip(q[:-1], q[1:], k[:-1], k[1:], strict=True)
-        ]
+        return [(slice(a, b), slice(c, d)) for a, b, c, d in zip(q[:-1], q[1:], k[:-1], k[1:], strict=True)]
 
     def replace(self, **tensors: Tensor) -> Case:
         """The same case with some of its tensors exchanged."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import ioattn
 import pytest
 import torch
 from attend import DTYPES, Shape, Target, check, dense, run
 from features import FEATURES, LAYOUTS, laid_out
 from oracle import Case
 from tolerance import assert_close
+
+import ioattn
 
 SIZES = (1, 7, 63, 65, 257)
 
@@ -78,7 +79,9 @@ def test_mixed_layouts(backend: Target) -> None:
     check(backend, laid_out(laid_out(case, "heads last", "q"), "slice of rows", "v"))
 
 
-@pytest.mark.parametrize("sizes", [(70,), (33, 70), (1, 70), (4, 1, 70), (2, 1, 33, 70), (1, 4, 33, 70), (2, 4, 33, 70)])
+@pytest.mark.parametrize(
+    "sizes", [(70,), (33, 70), (1, 70), (4, 1, 70), (2, 1, 33, 70), (1, 4, 33, 70), (2, 4, 33, 70)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bias_gradient_is_summed_over_what_was_broadcast(
     backend: Target, sizes: tuple[int, ...], dtype: torch.dtype

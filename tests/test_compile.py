@@ -7,12 +7,13 @@ import sys
 import textwrap
 from pathlib import Path
 
-import ioattn
 import pytest
 import torch
 from attend import Shape, Target, dense, packed, run
 from features import LAYOUTS, laid_out
 from torch import Tensor
+
+import ioattn
 
 SOURCE = Path(ioattn.__file__).parents[1]
 
@@ -21,7 +22,11 @@ def run_fresh(program: str) -> str:
     """The output of a program in a process of its own."""
     setup = f"import sys; sys.path.insert(0, {str(SOURCE)!r})\n"
     done = subprocess.run(
-        [sys.executable, "-c", setup + textwrap.dedent(program)], capture_output=True, text=True, timeout=280
+        [sys.executable, "-c", setup + textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -87,7 +92,8 @@ def test_fake_outputs_have_the_real_strides(backend: Target, layout: str) -> Non
         out, lse = ioattn.attention(*leaves, return_lse=True, backend=backend.name)
         gradients = torch.autograd.grad((out, lse), leaves, (torch.ones_like(out), torch.ones_like(lse)))
     for name, fake in zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *gradients), strict=True):
-        assert fake.shape == real[name].shape and fake.stride() == real[name].stride(), name
+        assert fake.shape == real[name].shape, name
+        assert fake.stride() == real[name].stride(), name
         assert fake.dtype == real[name].dtype
 
 

@@ -92,7 +92,8 @@ def test_lse_only_on_request(backend: Target) -> None:
     q = normal(1, 2, 5, 8, like=backend)
     out, lse = ioattn.attention(q, q, q, return_lse=True, backend=backend.name)
     assert torch.equal(ioattn.attention(q, q, q, backend=backend.name), out)
-    assert lse.shape == (1, 2, 5) and lse.dtype == torch.float32
+    assert lse.shape == (1, 2, 5)
+    assert lse.dtype == torch.float32
 
 
 def test_float64(backend: Target) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from ioattn.masks import Band
 
 bounds = st.none() | st.integers(-12, 12)
@@ -102,7 +103,9 @@ def test_bounded_says_whether_some_pair_is_hidden(band: Band) -> None:
         (False, (None, None), "111111"),
     ],
 )
-def test_band_of_options_shows_query_three(causal: bool, window: tuple[int | None, int | None] | None, row: str) -> None:
+def test_band_of_options_shows_query_three(
+    causal: bool, window: tuple[int | None, int | None] | None, row: str
+) -> None:
     band = Band.of(causal, window)
     assert "".join(str(int(band.keeps(3, j))) for j in range(6)) == row
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
-import ioattn
 import pytest
 import torch
+
+import ioattn
 
 
 def partials(parts: int, rows: int = 40, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,7 +35,8 @@ def test_all_parts_empty_is_empty() -> None:
     outs, lses = partials(4)
     lses[:, :, 5] = -torch.inf
     out, lse = ioattn.merge(outs, lses)
-    assert (out[:, 5] == 0).all() and (lse[:, 5] == -torch.inf).all()
+    assert (out[:, 5] == 0).all()
+    assert (lse[:, 5] == -torch.inf).all()
     assert out.isfinite().all()
 
 
@@ -43,7 +45,8 @@ def test_one_part_left_is_returned_exactly(kept: int) -> None:
     outs, lses = partials(3)
     lses[[part for part in range(3) if part != kept]] = -torch.inf
     out, lse = ioattn.merge(outs, lses)
-    assert torch.equal(out, outs[kept]) and torch.equal(lse, lses[kept])
+    assert torch.equal(out, outs[kept])
+    assert torch.equal(lse, lses[kept])
 
 
 def test_garbage_in_an_empty_part_is_left_out() -> None:
@@ -61,15 +64,16 @@ def test_nan_in_a_part_that_counts_stays() -> None:
 
 def test_merge_order_does_not_matter_beyond_rounding() -> None:
     outs, lses = partials(6)
-    nested = ioattn.merge(*(torch.stack(x) for x in zip(ioattn.merge(outs[:4], lses[:4]),
-                                                         ioattn.merge(outs[4:], lses[4:]), strict=True)))
+    nested = ioattn.merge(
+        *(torch.stack(x) for x in zip(ioattn.merge(outs[:4], lses[:4]), ioattn.merge(outs[4:], lses[4:]), strict=True))
+    )
     for one, other in zip(nested, ioattn.merge(outs, lses), strict=True):
         assert torch.allclose(one, other, atol=1e-6)
 
 
 def test_merge_refuses_rounded_parts_and_shapes_that_do_not_fit() -> None:
     outs, lses = partials(2)
-    with pytest.raises(TypeError, match="outs is torch.bfloat16; it must be"):
+    with pytest.raises(TypeError, match=r"outs is torch.bfloat16; it must be"):
         ioattn.merge(outs.bfloat16(), lses)
-    with pytest.raises(ValueError, match="lses has shape .* must be"):
+    with pytest.raises(ValueError, match=r"lses has shape .* must be"):
         ioattn.merge(outs, lses[:, :1])

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import ioattn
 import pytest
 import torch
 from attend import DTYPES, Shape, Target, check, dense, normal, run
 from oracle import Case, visible
+
+import ioattn
 
 SHAPE = Shape(2, 4, 33, 70, 16, kv_heads=2)
 
@@ -209,7 +210,8 @@ def test_inputs_are_left_as_they_were(backend: Target) -> None:
     dout, dlse = case.dout.clone(), case.dlse.clone()
     run(backend, case)
     assert all(torch.equal(case.tensors[name], x) for name, x in before.items())
-    assert torch.equal(case.dout, dout) and torch.equal(case.dlse, dlse)
+    assert torch.equal(case.dout, dout)
+    assert torch.equal(case.dlse, dlse)
 
 
 def test_uniform_scores_give_exact_means(backend: Target) -> None:

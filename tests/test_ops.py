@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import ioattn
 import pytest
 import torch
 from attend import Shape, Target, check, dense, normal, packed, run
 from oracle import Case
 from torch import Tensor
+
+import ioattn
 
 FEATURES: dict[str, dict[str, Any]] = {
     "full": {},
@@ -81,8 +82,9 @@ def skip_unless_it_takes(target: Target, dtype: torch.dtype) -> None:
 def operator_arguments(target: Target, case: Case) -> tuple[Any, ...]:
     """What `torch.ops.ioattn.forward` receives for a case with causal masking."""
     tensors = [case.tensors.get(n) for n in ("q", "k", "v")]
-    tensors += [case.tensors[n][(None,) * (4 - case.tensors[n].dim())] if n in case.tensors else None
-                for n in ("bias", "mask")]
+    tensors += [
+        case.tensors[n][(None,) * (4 - case.tensors[n].dim())] if n in case.tensors else None for n in ("bias", "mask")
+    ]
     tensors += [case.tensors.get(n) for n in ("alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k")]
     return (*tensors, None, 0, 0, "bottom-right", None, case.options.get("softcap"), False, None, None, target.name)
 
@@ -163,7 +165,8 @@ def test_autocast_computes_in_its_type(backend: Target, dtype: torch.dtype) -> N
     leaves = leaves_of(case)
     with torch.autocast(backend.device, dtype):
         out, lse = with_inputs(backend, case, list(leaves))(*leaves.values())
-    assert out.dtype == dtype and lse.dtype == torch.float32
+    assert out.dtype == dtype
+    assert lse.dtype == torch.float32
     out.backward(case.dout.to(dtype))
     assert all(x.grad.dtype == x.dtype for x in leaves.values())
     low = case.replace(**{n: case.tensors[n].to(dtype) for n in "qkv"})
@@ -235,11 +238,15 @@ def test_checkpointing_recomputes_the_same(backend: Target) -> None:
         assert torch.equal(x.grad, plain[f"d{name}"])
 
 
-@pytest.mark.parametrize("make", [dense, lambda target, **f: packed(target, [63, 1, 40], [70, 9, 65], **f)],
-                         ids=["dense", "packed"])
+@pytest.mark.parametrize(
+    "make", [dense, lambda target, **f: packed(target, [63, 1, 40], [70, 9, 65], **f)], ids=["dense", "packed"]
+)
 def test_deterministic_runs_are_bitwise_equal(backend: Target, make: Callable[..., Case]) -> None:
-    case = make(backend, heads=8, kv_heads=2, deterministic=True) if make is not dense else dense(
-        backend, Shape(2, 8, 130, 257, kv_heads=2), deterministic=True, bias=(1, 8, 1, 257), sinks=True)
+    case = (
+        make(backend, heads=8, kv_heads=2, deterministic=True)
+        if make is not dense
+        else dense(backend, Shape(2, 8, 130, 257, kv_heads=2), deterministic=True, bias=(1, 8, 1, 257), sinks=True)
+    )
     first = run(backend, case)
     for _ in range(3):
         again = run(backend, case)

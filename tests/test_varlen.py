@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import ioattn
 import pytest
 import torch
 from attend import DTYPES, Shape, Target, check, dense, offsets, packed, run
 from features import LAYOUTS
 from oracle import Case
+
+import ioattn
 
 LENGTHS = {
     "one": ([33], [70]),

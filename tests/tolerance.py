@@ -14,8 +14,8 @@ from torch import Tensor
 SAFETY = 2
 """The factor of DESIGN section 7."""
 
-ORDERS = 4
-"""Orders of summation: as written, and three shuffles."""
+ORDERS = 8
+"""Orders of summation: as written, and shuffled."""
 
 
 def assert_close(actual: Result, case: Case, truth: Result | None = None) -> None:
@@ -40,7 +40,7 @@ def difference(name: str, actual: Tensor, truth: Tensor, others: list[Tensor]) -
         wrong = (test(value) != test(truth)).nonzero()
         if len(wrong):
             at = tuple(wrong[0].tolist())
-            return f"{name}: {kind} positions differ at {len(wrong)} places, first {at}: {value[at]}, expected {truth[at]}"
+            return f"{name}: {kind} positions differ at {len(wrong)} places: {value[at]} at {at}, not {truth[at]}"
     finite = truth.isfinite()
     if not finite.any():
         return None
@@ -97,7 +97,7 @@ def _plain_dense(case: Case, sums: _Sums) -> Result:
     delta = sums.of(dout * out.to(compute))
     if case.dlse is not None:
         delta = delta - torch.where(case.dlse.isfinite(), case.dlse, 0).to(compute)
-    # The backward recomputes the scores, perhaps summed in another order, and has the LSE alone to make weights of them.
+    # The backward recomputes the scores, perhaps summed in another order, and has only the LSE to make weights of them.
     raw = scale_of(case) * _Sums(sums.order + 1).product(tame["q"], k.transpose(-1, -2))
     scores = finish_scores(case, raw, tame)
     weights = torch.where(keep & (lse[..., None] != -torch.inf), (scores - lse[..., None]).exp(), 0)
