@@ -1,8 +1,8 @@
 """How far a backend may be from float64: twice what untiled attention in the same type is, plus rounding.
 
 `plain` is the textbook forward and backward, computed as a backend computes it: 16-bit inputs, float32 scores and sums,
-weights and score gradients rounded to 16 bits before their products. It runs with its sums taken in several orders,
-because one order can be exact by luck.
+weights and score gradients rounded to 16 bits before their products, or not. It runs in several such ways and orders of
+summation, because one can be exact by luck.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def plain(case: Case, order: int) -> Result:
 
 
 class _Sums:
-    """Sums and matrix products, taken in one of several orders."""
+    """Sums and matrix products, taken in one of several ways."""
 
     def __init__(self, order: int) -> None:
         self.order = order
@@ -73,6 +73,10 @@ class _Sums:
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
         return self._shuffled(a, -1) @ self._shuffled(b, -2)
+
+    def stored(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """An operand of a matrix product, rounded to `dtype` in every second way."""
+        return x.to(dtype).to(x.dtype) if self.order % 2 == 0 else x
 
     def _shuffled(self, x: Tensor, dim: int) -> Tensor:
         if self.order == 0:
@@ -92,7 +96,7 @@ def _plain_dense(case: Case, sums: _Sums) -> Result:
     keep = visible(case)
     scores = finish_scores(case, scale_of(case) * sums.product(tame["q"], k.transpose(-1, -2)), tame)
     weights, lse = softmax(scores, keep, tame.get("sinks"))
-    out = sums.product(weights.to(case.dtype).to(compute), v).to(case.dtype)
+    out = sums.product(sums.stored(weights, case.dtype), v).to(case.dtype)
 
     delta = sums.of(dout * out.to(compute))
     if case.dlse is not None:
@@ -104,13 +108,13 @@ def _plain_dense(case: Case, sums: _Sums) -> Result:
     dscores = weights * (sums.product(dout, v.transpose(-1, -2)) - delta[..., None])
     softcap = case.options.get("softcap")
     draw = dscores if softcap is None else dscores * (1 - torch.tanh(raw / softcap) ** 2)
-    draw = scale_of(case) * draw.to(case.dtype).to(compute)
+    draw = scale_of(case) * sums.stored(draw, case.dtype)
     result = {
         "out": out,
         "lse": lse,
         "dq": sums.product(draw, k),
         "dk": _sum_group(sums.product(draw.transpose(-1, -2), tame["q"]), group),
-        "dv": _sum_group(sums.product(weights.to(case.dtype).to(compute).transpose(-1, -2), dout), group),
+        "dv": _sum_group(sums.product(sums.stored(weights, case.dtype).transpose(-1, -2), dout), group),
     }
     if "bias" in tame:
         result["dbias"] = dscores.expand(raw.shape).sum_to_size(tame["bias"].shape)
