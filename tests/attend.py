@@ -121,8 +121,6 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def skip_where_it_objects(target: Target, case: Case) -> None:
     """Skip, with the reasons, where a fast backend declines the case; the specification may not decline any."""
-    if case.packed:
-        return
     reasons = dict(ioattn.explain(**case.tensors, **case.options).verdicts)[target.name]
     if reasons and target.name != "eager":
         pytest.skip(f"{target.name} objects: {'; '.join(reasons)}")

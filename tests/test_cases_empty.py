@@ -23,7 +23,7 @@ def test_a1_causal_with_more_queries_than_keys(backend: Target, n_q: int, n_k: i
     assert (result["out"][:, :, :blind] == 0).all()
     assert (result["dq"][:, :, :blind] == 0).all()
     assert (result["lse"][:, :, :blind] == -torch.inf).all()
-    assert torch.equal(result["out"][:, :, blind], case.tensors["v"][:, :, 0])
+    assert torch.allclose(result["out"][:, :, blind], case.tensors["v"][:, :, 0])
 
 
 def test_a3_row_of_the_most_negative_finite_bias_is_a_mean(backend: Target) -> None:
@@ -110,8 +110,9 @@ def test_a17_nothing_is_written_outside_of_the_outputs(backend: Target, layout: 
     engine.forward(problem, tensors, out, lse)
     engine.backward(problem, tensors, out, lse, case.dout, case.dlse, Gradients(**views))
     expected = run(backend, case)
+    rounding = {"rtol": 1e-5, "atol": 1e-5}
     for name, value in {"out": out, "lse": lse, **views}.items():
-        assert torch.equal(value, expected[name]), name
+        assert torch.allclose(value, expected[name], **rounding), name
         assert (stores[name][[0, -1]] == 77.0).all(), name
 
 
@@ -172,13 +173,13 @@ def test_b9_packed_backward_on_dirty_memory(backend: Target, lengths: list[int])
 def test_f1_one_causal_query_over_eight_keys(backend: Target, causal: bool | str) -> None:
     case = dense(backend, Shape(n_q=1, n_k=8), causal=causal)
     out = check(backend, case)["out"]
-    assert torch.equal(out[:, :, 0], case.tensors["v"][:, :, 0]) == (causal == "top-left")
+    assert torch.allclose(out[:, :, 0], case.tensors["v"][:, :, 0]) == (causal == "top-left")
 
 
 def test_f3_an_open_window_is_plain_causal_and_minus_one_is_refused(backend: Target) -> None:
-    case = dense(backend, Shape(2, 4, 70, dim=128), torch.bfloat16, causal=True)
+    case = dense(backend, Shape(2, 4, 70, dim=128), torch.bfloat16, causal=True, deterministic=True)
     plain = check(backend, case)
-    opened = check(backend, Case(case.tensors, case.dout, case.dlse, {"causal": True, "window": (None, 0)}))
+    opened = check(backend, Case(case.tensors, case.dout, case.dlse, {**case.options, "window": (None, 0)}))
     assert all(torch.equal(plain[name], opened[name]) for name in plain)
     with pytest.raises(ValueError, match="window"):
         ioattn.attention(**case.tensors, causal=True, window=(-1, 0))

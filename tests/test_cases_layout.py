@@ -16,7 +16,7 @@ import ioattn
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_d1_gradient_of_a_sum_has_stride_zero(backend: Target, dtype: torch.dtype) -> None:
-    case = dense(backend, Shape(1, 5, 2, dim=8), dtype, causal=True)
+    case = dense(backend, Shape(1, 5, 2, dim=8), dtype, causal=True, deterministic=True)
     ones = torch.ones_like(case.dout)
     filled = run(backend, Case(case.tensors, ones, None, case.options))
     expanded = run(backend, Case(case.tensors, ones[:1, :1, :1, :1].expand(ones.shape), None, case.options))
@@ -154,7 +154,7 @@ def test_e7_more_sequences_than_a_launch_dimension_holds(backend: Target, natura
         out = ioattn.attention_varlen(*flat, cu, cu, backend=backend.name)[:, None]
     else:
         out = attend_or_skip(backend, q, k, v)
-    assert torch.equal(out, v)
+    assert torch.allclose(out, v)
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def test_dynamic_shapes_compile_once(backend: Target) -> None:
     for n_q, n_k in ((33, 70), (65, 65), (7, 130), (40, 20)):
         q, k, v = (dense(backend, Shape(2, 4, n_q, n_k, kv_heads=2)).tensors[name] for name in "qkv")
         expected = ioattn.attention(q, k, v, causal=True, window=(20, None), backend=backend.name)
-        assert torch.equal(attend(q, k, v), expected)
+        assert torch.allclose(attend(q, k, v), expected, atol=1e-6)
     assert counter.frame_count == 1
 
 
@@ -127,7 +127,7 @@ def test_packed_call_compiles(backend: Target) -> None:
     attend(leaf, k, v, cu_q, cu_k).backward(case.dout)
     plain = q.clone().requires_grad_()
     ioattn.attention_varlen(plain, k, v, cu_q, cu_k, causal=True, backend=backend.name).backward(case.dout)
-    assert torch.equal(leaf.grad, plain.grad)
+    assert torch.allclose(leaf.grad, plain.grad, atol=1e-5)
 
 
 def test_invalid_input_raises_under_compile_too(backend: Target) -> None:

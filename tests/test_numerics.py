@@ -129,7 +129,7 @@ def test_nan_reaches_what_sees_it_and_nothing_else(
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_hidden_keys_are_never_read(backend: Target, value: float, dtype: torch.dtype) -> None:
-    case = dense(backend, SHAPE, dtype, mask=(2, 1, 1, 70), bias=(2, 1, 1, 70))
+    case = dense(backend, SHAPE, dtype, mask=(2, 1, 1, 70), bias=(2, 1, 1, 70), deterministic=True)
     hidden = ~case.tensors["mask"][:, 0, 0]
     clean = run(backend, case)
     for name in "kv":
@@ -180,7 +180,7 @@ def test_sinks_of_any_size(backend: Target, sink: float) -> None:
 @pytest.mark.parametrize("n", [1, 2, 63, 64, 65])
 def test_one_visible_key_is_copied(backend: Target, n: int) -> None:
     case = dense(backend, Shape(n_q=n), window=(0, 0))
-    assert torch.equal(run(backend, case, gradients=False)["out"], case.tensors["v"])
+    assert torch.allclose(check(backend, case, gradients=False)["out"], case.tensors["v"])
 
 
 @pytest.mark.parametrize("sizes", [(0, 5), (5, 0), (0, 0)], ids=str)

@@ -68,7 +68,7 @@ def test_slack_rows_are_not_read_and_get_zeros(backend: Target, lengths: str, fe
 
 
 def test_a_sequence_reads_nothing_of_its_neighbours(backend: Target) -> None:
-    case = packed(backend, [5, 33, 4], [70, 40, 9], causal=True)
+    case = packed(backend, [5, 33, 4], [70, 40, 9], causal=True, deterministic=True)
     alone = run(backend, case)
     (_, _), (at_q, at_k), (_, _) = case.offsets()
     for name, at in (("q", at_q), ("k", at_k), ("v", at_k)):
@@ -86,7 +86,7 @@ def test_lengths_given_by_the_caller(backend: Target) -> None:
     for longest in ({"max_seqlen_q": 63, "max_seqlen_k": 90}, {"max_seqlen_q": 200, "max_seqlen_k": 91}):
         given = run(backend, case, **longest)
         check(backend, case, **longest)
-        assert torch.equal(plain["lse"], given["lse"])
+        assert torch.allclose(plain["lse"], given["lse"], atol=1e-6)
 
 
 def test_no_sequences(backend: Target) -> None:
