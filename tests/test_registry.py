@@ -21,6 +21,7 @@ class Fake(types.ModuleType):
         super().__init__(f"fakes.{name}")
         self.name, self.fill, self.reasons, self.broken = name, fill, reasons, broken
         self.asked = 0
+        self.problems: list[Problem] = []
 
     def unusable(self) -> str | None:
         return self.broken
@@ -30,6 +31,7 @@ class Fake(types.ModuleType):
         return list(self.reasons)
 
     def forward(self, problem: Problem, tensors: Tensors, out: torch.Tensor, lse: torch.Tensor) -> None:
+        self.problems.append(problem)
         out.fill_(self.fill)
         lse.fill_(self.fill)
 
@@ -130,6 +132,20 @@ def test_unknown_backend_names_those_that_exist(install) -> None:
     install(Fake("one", 1), Fake("two", 2))
     with pytest.raises(ValueError, match="backend is 'three'; it must be one of 'one', 'two', or None"):
         called(backend="three")
+
+
+def test_each_call_is_described_anew(install) -> None:
+    """What is remembered between calls must not outlive a change of strides, address or options."""
+    only = Fake("only", 1)
+    install(only)
+    store = torch.zeros(4 * 9 * 16 + 4)
+    aligned, moved = (store[at:][: 4 * 9 * 16].view(1, 4, 9, 16) for at in (0, 1))
+    strided = aligned.view(1, 9, 4, 16).transpose(1, 2)
+    for q, options in ((aligned, {}), (moved, {}), (aligned, {"causal": True}), (strided, {}), (aligned, {})):
+        out = ioattn.attention(q, q, q, **options)
+        assert only.problems[-1] == ioattn.explain(q, q, q, **options).problem
+        assert out.stride() == torch.empty_like(q).stride()
+    assert [problem.alignment for problem in only.problems] == [16, 4, 16, 16, 16]
 
 
 def test_explain_lists_every_verdict(install) -> None:
