@@ -142,8 +142,8 @@ def test_each_call_is_described_anew(install) -> None:
     aligned, moved = (store[at:][: 4 * 9 * 16].view(1, 4, 9, 16) for at in (0, 1))
     strided = aligned.view(1, 9, 4, 16).transpose(1, 2)
     for q, options in ((aligned, {}), (moved, {}), (aligned, {"causal": True}), (strided, {}), (aligned, {})):
-        out = ioattn.attention(q, q, q, **options)
-        assert only.problems[-1] == ioattn.explain(q, q, q, **options).problem
+        out = ioattn.attention(q, aligned, aligned, **options)
+        assert only.problems[-1] == ioattn.explain(q, aligned, aligned, **options).problem
         assert out.stride() == torch.empty_like(q).stride()
     assert [problem.alignment for problem in only.problems] == [16, 4, 16, 16, 16]
 
