@@ -67,7 +67,7 @@ def is_device_code(function: ast.FunctionDef) -> bool:
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
 def test_imports_point_downward(path: Path) -> None:
     here = part_of(path)
-    assert here in LEVEL, f"{here} has no place in the arrow: DESIGN section 2"
+    assert here in LEVEL, f"{here} has no place in the arrow: see CONTRIBUTING.md"
     for name in imports_of(path):
         target = name[0] if name and name[0] in LEVEL else "__init__"
         if target != here:

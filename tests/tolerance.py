@@ -12,7 +12,7 @@ from oracle import Case, Result, each_sequence, exact, finish_scores, scale_of, 
 from torch import Tensor
 
 SAFETY = 2
-"""The factor of DESIGN section 7."""
+"""The factor: a backend may sum in another order and round once more."""
 
 ORDERS = 8
 """Orders of summation: as written, and shuffled."""
