@@ -231,6 +231,9 @@ def check(tensors: Tensors) -> None:
     q, k = tensors.q, tensors.k
     if packed:
         _check_offsets_form(tensors)
+        for name, value in (("bias", tensors.bias), ("mask", tensors.mask)):
+            if value is not None:
+                raise ValueError(f"{name} is given with packed inputs; it must be None there")
     elif k.shape[0] != q.shape[0]:
         raise ValueError(f"k has batch size {k.shape[0]}; it must have q's, {q.shape[0]}")
     for name, value in (("alibi_slopes", tensors.alibi_slopes), ("sinks", tensors.sinks)):

@@ -31,8 +31,12 @@ from ioattn.problem import Gradients, Problem, Tensors
 
 name = "eager"
 
-TILE_SCORES = 2**20
-"""Scores in one tile, over all heads: 4 MiB in fp32, of which a dozen copies live at a time."""
+TILE_SCORES = 2**18
+"""Scores in one tile, over all heads: 1 MiB in fp32, of which a dozen copies live at a time and stay in cache.
+
+Forward + backward of 8192 causal tokens with ALiBi, one head, D 64, fp32, on a 2-core AVX-512 machine: 0.36 s; with
+2**20, 0.85 s.
+"""
 
 
 def unusable() -> str | None:
