@@ -1,0 +1,5 @@
+"""`python -m ioattn.cli` is the `ioattn` command."""
+
+from ioattn.cli import main
+
+main()
