@@ -1,0 +1,28 @@
+# Each target sets up its own environment, .venv, the first time and again when pyproject.toml or constraints.txt change.
+PYTHON ?= python3
+
+ready := .venv/ready
+run := .venv/bin
+
+.PHONY: demo test check clean
+.DEFAULT_GOAL := demo
+
+demo: $(ready)
+	$(run)/ioattn demo
+
+test: $(ready)
+	$(run)/pytest
+
+check: $(ready)
+	$(run)/ruff format --check
+	$(run)/ruff check
+	$(run)/mypy
+
+clean:
+	rm -rf .venv demo-output .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+$(ready): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "ioattn needs Python 3.11 or newer: make PYTHON=...")'
+	$(PYTHON) -m venv .venv
+	$(run)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
