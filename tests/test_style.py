@@ -15,7 +15,7 @@ TEXTS = SOURCES + sorted(path for name in ("tests", "examples") for path in (ROO
 
 # Device code is written for another compiler: its functions take tensors and strides one by one.
 KERNEL_FOLDERS = ("triton", "gluon")
-PUBLIC_OPERATIONS = {"attention", "attention_varlen", "attention_decode", "explain"}
+PUBLIC_OPERATIONS = {"attention", "attention_varlen", "attention_decode", "explain", "why"}
 
 # Who may import whom, top to bottom; a folder may import what stands below it, and itself.
 LAYERS = (
