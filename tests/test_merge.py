@@ -77,3 +77,31 @@ def test_merge_refuses_rounded_parts_and_shapes_that_do_not_fit() -> None:
         ioattn.merge(outs.bfloat16(), lses)
     with pytest.raises(ValueError, match=r"lses has shape .* must be"):
         ioattn.merge(outs, lses[:, :1])
+
+
+def test_the_gradient_of_what_nobody_saw_is_zero() -> None:
+    outs, lses = partials(3, dtype=torch.float64)
+    lses[:, :, 5] = lses[0, :, 6] = -torch.inf
+    outs.requires_grad_()
+    lses.requires_grad_()
+    out, lse = ioattn.merge(outs, lses)
+    douts, dlses = torch.autograd.grad(out.sum() + lse.sum(), (outs, lses))
+    assert douts.isfinite().all()
+    assert (dlses[:, :, 5] == 0).all()
+    weights = lses.detach()[:, :, 6:].softmax(0)
+    expected = weights * (1 + (outs.detach()[:, :, 6:] - out.detach()[:, 6:]).sum(-1))
+    assert torch.allclose(dlses[:, :, 6:], expected)
+
+
+@pytest.mark.parametrize(
+    ("outs", "lses", "kind", "says"),
+    [
+        (torch.zeros(0, 3, 4), torch.zeros(0, 3), ValueError, r"lses has shape \(0, 3\); it must be"),
+        (torch.zeros(()), torch.zeros(()), ValueError, r"lses has shape \(\); it must be"),
+        ([1.0], torch.zeros(1), TypeError, "outs is a list; it must be a torch.Tensor"),
+        (torch.zeros(2, 4), torch.zeros(2, device="meta"), ValueError, "lses is on meta; it must be on outs' device"),
+    ],
+)
+def test_what_cannot_be_merged(outs: object, lses: object, kind: type[Exception], says: str) -> None:
+    with pytest.raises(kind, match=says):
+        ioattn.merge(outs, lses)  # type: ignore[arg-type]
