@@ -141,6 +141,29 @@ def test_hidden_keys_are_never_read(backend: Target, value: float, dtype: torch.
     assert not poisoned["dk"].masked_select(hidden[:, None, :, None]).any()
 
 
+@pytest.mark.parametrize("hidden", [math.nan, -math.inf])
+def test_a_hidden_value_does_not_change_a_visible_infinity(backend: Target, hidden: float) -> None:
+    case = dense(backend, SHAPE, mask=(70,))
+    mask = case.tensors["mask"]
+    mask[3], mask[4] = True, False
+    case.tensors["v"][:, :, 3] = math.inf
+    case.tensors["v"][:, :, 4] = hidden
+    result = check(backend, case, gradients=False)
+    assert (result["out"] == math.inf).all()
+
+
+@pytest.mark.parametrize("name", ["dout", "dlse"])
+@pytest.mark.parametrize("by", ["mask", "bias"])
+def test_nothing_that_arrives_at_an_empty_row_goes_on(backend: Target, name: str, by: str) -> None:
+    case = dense(backend, SHAPE, **{by: (1, 1, 33, 70)})
+    case.tensors[by][:, :, 5:9] = False if by == "mask" else -torch.inf
+    clean = run(backend, case)
+    {"dout": case.dout, "dlse": case.dlse}[name][:, :, 5:9] = torch.nan
+    poisoned = run(backend, case)
+    for result, expected in clean.items():
+        assert torch.equal(poisoned[result], expected), result
+
+
 def test_nan_in_queries_that_see_nothing_is_never_read(backend: Target) -> None:
     case = dense(backend, SHAPE, mask=(2, 1, 33, 1))
     mask = case.tensors["mask"].expand(2, 1, 33, 70)

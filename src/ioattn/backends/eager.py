@@ -84,10 +84,12 @@ def backward(
         grad.zero_()
     for seq in _sequences(problem, tensors):
         scores_of, lse_rows = _Scores(problem, tensors, seq), seq.view_lse(lse)
-        dout_rows = seq.view(dout, seq.queries).to(dtype)
+        # Nothing that arrives at an empty row, not even a NaN, has a way to its scores.
+        empty = lse_rows == -torch.inf
+        dout_rows = torch.where(empty[..., None], 0, seq.view(dout, seq.queries).to(dtype))
         delta = (dout_rows * seq.view(out, seq.queries).to(dtype)).sum(-1)
         if dlse is not None:
-            delta = delta - seq.view_lse(dlse)
+            delta = torch.where(empty, 0, delta - seq.view_lse(dlse))
         if dsinks is not None:
             # The sink is one more key whose value is zero: dsink = P_sink * (0 - delta), over batch and queries.
             sink_weights = torch.exp(scores_of.sinks - _or_zero(lse_rows))
@@ -263,14 +265,16 @@ def _or_zero(x: Tensor) -> Tensor:
 def _masked_matmul(weights: Tensor, visible: Tensor | None, values: Tensor) -> Tensor:
     """weights @ values, where a masked weight contributes nothing, even to values that are inf or NaN.
 
-    Its weight is zero already, but 0 * NaN is NaN: only outputs that see a non-finite value may take part in it.
+    Its weight is zero already, but 0 * NaN is NaN. So the finite values are summed alone, and what the others add is
+    counted: an infinity if all that an output sees are infinities of one sign and no weight is zero, else NaN.
     """
-    product = weights @ values
     if visible is None:
-        return product
+        return weights @ values
     finite = values.isfinite()
-    touched = visible.to(weights.dtype) @ (~finite).to(weights.dtype) > 0
-    return torch.where(touched, product, weights @ torch.where(finite, values, 0))
+    seen = visible.to(weights.dtype) @ (~finite).to(weights.dtype)
+    signs = weights.sign() @ torch.where(values.isinf(), values.sign(), 0)
+    infinite = torch.where(signs.abs() == seen, signs * torch.inf, torch.nan)
+    return weights @ torch.where(finite, values, 0) + torch.where(seen == 0, 0, infinite)
 
 
 def _add_broadcast(dbias: Tensor, dscores: Tensor, rows: slice, cols: slice) -> None:
