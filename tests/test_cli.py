@@ -148,6 +148,8 @@ def test_why_fails_when_no_backend_would_run_it(picky: types.ModuleType, monkeyp
         ("--shape 1,8,4,16 --kv-shape 1,3,4,16", "q has 8 heads; it must have a multiple of the 3 heads"),
         ("--shape 1,8,4,16 --bias 3,1,1", "bias has shape (3, 1, 1, 4); it must broadcast"),
         ("--shape 1,1,4294967296,4294967296", "overflow"),
+        ("--shape 99999999999999999999999,1,1,1", "Overflow"),
+        ("--shape 1,8,4,16 --window 99999999999999999999999,0", "window is (99999999999999999999999, 0); it must be"),
         ("--shape 1,8,4,16 --packed --bias 1,1,1", "bias is given with packed inputs"),
     ],
 )
@@ -156,6 +158,7 @@ def test_why_rejects_bad_input(words: str, says: str) -> None:
     assert result.exit_code == 2
     assert says in result.stderr
     assert "Traceback" not in result.stderr
+    assert len(result.stderr.strip().splitlines()) <= 4
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

@@ -156,3 +156,12 @@ def test_identical_curves_are_both_visible(tmp_path: Path) -> None:
     for colour in (picture.STANDARD, picture.OURS):
         close = (curves - torch.tensor(matplotlib.colors.to_rgb(colour))).abs().amax(-1) < 0.02
         assert close.sum() > 200
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        result = run("--out", str(place))
+        assert result.exit_code == 2
+        assert "it must be a folder that can be made" in result.stderr
+        assert "ioattn demo on" not in result.stdout

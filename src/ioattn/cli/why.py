@@ -95,8 +95,8 @@ def why(
         options = Options.of(align, window, scale, softcap, deterministic, *longest)
         problem = Problem.of(Tensors.of(**tensors, **extras), options)
     except (TypeError, ValueError, RuntimeError) as error:
-        # RuntimeError: torch itself refuses sizes whose product passes 2^63.
-        raise typer.BadParameter(str(error)) from None
+        # RuntimeError: torch itself refuses sizes that, or whose product, pass 2^63; a trace may follow its first line.
+        raise typer.BadParameter(str(error).partition("\n")[0]) from None
     verdict = registry.explain(dataclasses.replace(problem, device=device))
     typer.echo(_as_json(verdict) if as_json else str(verdict))
     if device.type == "cuda" and device.index >= torch.cuda.device_count():

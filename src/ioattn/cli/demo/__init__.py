@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +60,7 @@ def demo(
     Prints both losses, the measured memory against the number of tokens, and the error of sampled rows against
     float64; exit code 1 if that error is larger than rounding explains.
     """
+    _prepare(out)
     console = Console(highlight=False)
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     plan = QUICK_PLAN if quick else GPU_PLAN if device.type == "cuda" else CPU_PLAN
@@ -71,6 +73,16 @@ def demo(
     _draw(console, out, losses, measured, device)
     if not good:
         raise typer.Exit(1)
+
+
+def _prepare(out: Path) -> None:
+    """Make the folder before the work of minutes, not after."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise typer.BadParameter(f"{str(out)!r}; it must be a folder that can be made: {error.strerror}") from None
+    if not os.access(out, os.W_OK):
+        raise typer.BadParameter(f"{str(out)!r}; it must be a folder that can be written to")
 
 
 def _train_twice(
@@ -180,7 +192,6 @@ def _draw(
     from ioattn.cli.demo import picture
 
     extra = {name: {n: m.extra_bytes for n, m in by_tokens.items()} for name, by_tokens in measured.items()}
-    out.mkdir(parents=True, exist_ok=True)
     path = picture.draw(out / "ioattn-demo.png", losses, extra, memory.available_bytes(device))
     console.print(f"\npicture: [bold]{path.resolve()}[/]", soft_wrap=True)
 
