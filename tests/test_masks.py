@@ -29,6 +29,15 @@ def test_keeps_is_the_definition(band: Band, i: int, j: int) -> None:
     assert band.keeps(i, j) == bool(kept(band, range(i, i + 1), range(j, j + 1)))
 
 
+@given(bands, st.integers(0, 30))
+def test_within_changes_nothing_within_reach_and_bounds_every_number(band: Band, reach: int) -> None:
+    near = band.within(reach)
+    for offset in range(-reach, reach + 1):
+        assert near.keeps(0, offset + band.shift) == band.keeps(0, offset + band.shift) or abs(offset) == reach
+    assert near.lo is None or near.lo > -reach
+    assert near.hi is None or near.hi < reach
+
+
 @given(bands, ranges, sizes)
 def test_key_range_is_the_hull_of_the_kept_keys(band: Band, queries: tuple[int, int], n_keys: int) -> None:
     start, end = band.key_range(*queries, n_keys)

@@ -11,6 +11,7 @@ import torch
 
 import ioattn
 from ioattn import ops, registry
+from ioattn.masks import Band
 from ioattn.problem import Options, Problem, Tensors
 
 
@@ -206,3 +207,50 @@ def test_each_backend_keeps_the_protocol(name: str) -> None:
     reasons = backend.objections(some_problem())
     assert isinstance(reasons, list)
     assert all(isinstance(reason, str) and reason for reason in reasons)
+
+
+def test_a_backend_that_cannot_be_imported_is_passed_over_and_named(install, monkeypatch) -> None:
+    install(Fake("takes", 1.0))
+    monkeypatch.setattr(registry, "MODULES", {"gone": "ioattn_has_no_such_module", **registry.MODULES})
+    assert called() == 1.0
+    with pytest.raises(ioattn.UnsupportedProblemError, match="gone: it cannot be imported: No module named"):
+        called(backend="gone")
+
+
+def test_explain_describes_what_runs_under_autocast(install) -> None:
+    takes = Fake("takes", 1.0)
+    install(takes)
+    q = torch.zeros(1, 1, 2, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        ioattn.attention(q, q, q)
+        assert ioattn.explain(q, q, q).problem == takes.problems[-1]
+
+
+def test_a_window_wider_than_the_problem_is_none(install) -> None:
+    takes = Fake("takes", 1.0)
+    install(takes)
+    called(window=(2**62, 2**63 - 1))
+    called(window=(1, 4))
+    assert [problem.band for problem in takes.problems] == [Band(), Band(-1, None)]
+
+
+def test_a_backend_gets_no_tensor_that_is_negated_lazily(install, monkeypatch) -> None:
+    takes = Fake("takes", 1.0)
+    install(takes)
+    seen = []
+    monkeypatch.setattr(takes, "forward", lambda problem, tensors, out, lse: seen.extend(tensors[:4]), raising=False)
+    negated = torch.randn(1, 1, 4, 4, dtype=torch.complex64).conj().imag
+    assert negated.is_neg()
+    ioattn.attention(*(3 * [negated]))
+    q = torch.zeros(1, 1, 4, 4)
+    ioattn.attention(q, q, q, bias=negated)
+    assert not any(x.is_neg() for x in seen if x is not None)
+
+
+def test_a_traced_program_calls_the_backend(install) -> None:
+    takes = Fake("takes", 1.0)
+    install(takes)
+    q = torch.zeros(1, 1, 2, 4)
+    traced = torch.jit.trace(lambda x: ioattn.attention(x, x, x), (q,), check_trace=False)
+    takes.fill = 5.0
+    assert traced(q).eq(5.0).all()

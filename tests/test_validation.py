@@ -58,7 +58,7 @@ DENSE: dict[str, tuple[dict[str, Any], type[Exception], str, str]] = {
         "window",
         "(-1, 0); it must be (left, right), each an int",
     ),
-    "window right negative": ({"window": (None, -3)}, ValueError, "window", "each an int >= 0 or None"),
+    "window right negative": ({"window": (None, -3)}, ValueError, "window", "each an int >= 0"),
     "scale nan": ({"scale": float("nan")}, ValueError, "scale", "nan; it must be finite"),
     "scale infinite": ({"scale": float("-inf")}, ValueError, "scale", "-inf; it must be finite"),
     "scale word": ({"scale": "1"}, TypeError, "scale", "a str; it must be a number or None"),
@@ -88,6 +88,11 @@ DENSE: dict[str, tuple[dict[str, Any], type[Exception], str, str]] = {
     "mask float": ({"mask": zeros(9, 30)}, TypeError, "mask", "torch.float32; it must be a tensor of bool"),
     "mask keys": ({"mask": zeros(9, 31).bool()}, ValueError, "mask", "must broadcast"),
     "mask list": ({"mask": [[True]]}, TypeError, "mask", "a list; it must be a torch.Tensor"),
+    "q sparse": ({"q": zeros(*Q).to_sparse()}, TypeError, "q", "a sparse_coo tensor; it must be a strided one"),
+    "bias sparse": ({"bias": zeros(9, 30).to_sparse()}, TypeError, "bias", "a sparse_coo tensor; it must be"),
+    "window huge": ({"window": (10**30, 0)}, ValueError, "window", "it must be (left, right), each an int"),
+    "scale huge": ({"scale": 10**400}, ValueError, "scale", "too large; it must be finite"),
+    "backend list": ({"backend": ["eager"]}, ValueError, "backend", "['eager']; it must be one of"),
     "backend": ({"backend": "cuda"}, ValueError, "backend", "'cuda'; it must be one of"),
 }
 
@@ -105,6 +110,8 @@ PACKED: dict[str, tuple[dict[str, Any], type[Exception], str, str]] = {
     "past the end": ({"cu_seqlens_k": int32(0, 9, 31)}, ValueError, "cu_seqlens_k", "31; it must not pass the 30 rows"),
     "longest q": ({"max_seqlen_q": 4}, ValueError, "max_seqlen_q", "4; the longest sequence has 5 rows"),
     "longest k": ({"max_seqlen_k": 20}, ValueError, "max_seqlen_k", "20; the longest sequence has 21 rows"),
+    "longest negative": ({"max_seqlen_q": -1}, ValueError, "max_seqlen_q", "-1; it must be at least 0"),
+    "longest huge": ({"max_seqlen_k": 10**30}, ValueError, "max_seqlen_k", "it must be at least 0 and less than 2**31"),
     "longest float": ({"max_seqlen_k": 21.0}, TypeError, "max_seqlen_k", "21.0; it must be an int or None"),
     "offsets device": (
         {"cu_seqlens_q": torch.zeros(3, device="meta", dtype=torch.int32)},
@@ -191,3 +198,28 @@ def test_refusal_comes_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eager, "forward", fail)
     assert_refused(dense_call, DENSE["bias keys"])
     assert_refused(packed_call, PACKED["falling"])
+
+
+def test_nested_tensors_are_refused() -> None:
+    jagged = torch.nested.nested_tensor([zeros(5, 4, 16), zeros(3, 4, 16)], layout=torch.jagged).transpose(1, 2)
+    with pytest.raises(TypeError, match="q is a nested tensor; it must be a strided one"):
+        ioattn.attention(jagged, jagged, jagged)
+
+
+def test_negative_longest_length_of_no_sequences() -> None:
+    with pytest.raises(ValueError, match="max_seqlen_q is -1; it must be"):
+        packed_call(cu_seqlens_q=int32(0), cu_seqlens_k=int32(0), max_seqlen_q=-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64], ids=str)
+def test_autocast_makes_no_number_of_what_is_none(dtype: torch.dtype) -> None:
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=f"q is {dtype}; it must be float16"):
+        dense_call(q=zeros(*Q, dtype=dtype))
+
+
+def test_explain_checks_offsets_and_takes_lengths() -> None:
+    q = zeros(9, 4, 16)
+    with pytest.raises(ValueError, match="cu_seqlens_q falls from 5 to 3"):
+        ioattn.explain(q, q, q, cu_seqlens_q=int32(0, 5, 3), cu_seqlens_k=int32(0, 5, 9))
+    given = ioattn.explain(q, q, q, cu_seqlens_q=int32(0, 9), cu_seqlens_k=int32(0, 9), max_seqlen_q=100)
+    assert given.problem.len_q == 100

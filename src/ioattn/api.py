@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ioattn import ops, registry
-from ioattn.problem import Align, Options, Problem, Tensors
+from ioattn.problem import Align, Options, Tensors
 
 Window = tuple[int | None, int | None]
 
@@ -145,12 +145,15 @@ def explain(
     scale: float | None = None,
     softcap: float | None = None,
     deterministic: bool = False,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     **tensors: Tensor | None,
 ) -> registry.Explanation:
     """Which backend `attention` (or `attention_varlen`) would run for these arguments, and why no other.
 
     Args:
         q, k, v, causal, window, scale, softcap, deterministic: as in `attention`.
+        max_seqlen_q, max_seqlen_k: as in `attention_varlen`.
         tensors: bias, mask, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k.
 
     Returns:
@@ -167,14 +170,14 @@ def explain(
     unknown = sorted(set(tensors) - set(Tensors._fields))
     if unknown:
         raise TypeError(f"explain got {', '.join(unknown)}; tensors must be among {', '.join(Tensors._fields[3:])}")
-    options = Options.of(causal, window, scale, softcap, deterministic)
-    return registry.explain(Problem.of(Tensors.of(q, k, v, **tensors), options))
+    options = Options.of(causal, window, scale, softcap, deterministic, max_seqlen_q, max_seqlen_k)
+    return registry.explain(ops.describe(Tensors.of(q, k, v, **tensors), options))
 
 
 def _attend(tensors: Tensors, options: Options, backend: str | None, return_lse: bool) -> Any:
     slopes = tensors.alibi_slopes
     if slopes is not None and slopes.requires_grad and torch.is_grad_enabled():
-        raise ValueError("alibi_slopes requires a gradient; it has none here, it must be detached")
+        raise ValueError(ops.NO_SLOPE_GRADIENT)
     if backend is not None:
         registry.check_name(backend)
     out, lse = ops.attend(tensors, options, backend)

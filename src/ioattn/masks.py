@@ -54,6 +54,12 @@ class Band:
         his = [b for b in (self.hi, None if other.hi is None else other.hi + move) if b is not None]
         return Band(max(los, default=None), min(his, default=None), self.shift)
 
+    def within(self, reach: int) -> Band:
+        """The same band where `abs(j - i - shift)` is at most `reach`: a side that hides nothing there is None."""
+        lo = None if self.lo is not None and self.lo <= -reach else self.lo
+        hi = None if self.hi is not None and self.hi >= reach else self.hi
+        return Band(lo, hi, self.shift)
+
     def key_range(self, q_start: int, q_end: int, n_keys: int) -> tuple[int, int]:
         """The keys that at least one query of `[q_start, q_end)` sees; empty as `(k, k)`.
 

@@ -17,16 +17,21 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ioattn import registry
 from ioattn.problem import Gradients, Options, Problem, Tensors, check, check_offsets, longest_lengths
 
+NO_SLOPE_GRADIENT = "alibi_slopes requires a gradient; it has none here, it must be detached"
+
 _INPUTS = "Tensor q, Tensor k, Tensor v, " + ", ".join(f"Tensor? {name}" for name in Tensors._fields[3:])
 _OPTIONS = (
-    "int? lo, int? hi, int shift, str align, float? scale, float? softcap, bool deterministic, "
+    "SymInt? lo, SymInt? hi, int shift, str align, float? scale, float? softcap, bool deterministic, "
     "SymInt? max_seqlen_q, SymInt? max_seqlen_k, str? backend"
 )
 _SAVED = "Tensor out, Tensor lse, Tensor dout, Tensor? dlse, bool want_dbias, bool want_dsinks"
+
+_AUTOCAST_FROM = (torch.float16, torch.bfloat16, torch.float32)
 
 _INPUT_COUNT = len(Tensors._fields)
 _WANT_POSITIONS = (_INPUT_COUNT + 4, _INPUT_COUNT + 5)
@@ -45,7 +50,11 @@ def attend(tensors: Tensors, options: Options, backend: str | None) -> tuple[Ten
     if not needs_grad and _is_plain(tensors):
         return _run_forward(tensors, options, backend)
     tensors = _autocast(tensors)
-    if needs_grad and not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        if _is_transformed() and not any(x is not None and torch._C._functorch.is_batchedtensor(x) for x in tensors):
+            # `register_autograd` knows no functorch, and a compiler does not trace a Function that has a jvp.
+            raise NotImplementedError("attention inside torch.func.grad, vjp or jvp must not be compiled; vmap may be")
+    elif needs_grad or _is_transformed():
         return _Attention.apply(*tensors, *options, backend)  # type: ignore[no-untyped-call]
     return _forward_op(*tensors, *options, backend)
 
@@ -57,20 +66,41 @@ def _is_plain(tensors: Tensors) -> bool:
         type(q) is type(k) is type(v) is Tensor
         and not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and not torch.is_autocast_enabled(q.device.type)
+        and not _is_transformed()
+        and not torch._C._is_any_autocast_enabled()
         and not torch._C._autograd._profiler_enabled()
+        and torch._C._get_tracing_state() is None
+        and not q.is_meta
+        and not any(x.is_neg() for x in tensors if x is not None)
     )
 
 
+def _is_transformed() -> bool:
+    """Whether functorch (vmap, grad, jvp, ...) or forward-mode differentiation is under way.
+
+    Their inner levels do not show on the tensors: `requires_grad` of a tensor that vmap wraps is False.
+    """
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
 def _autocast(tensors: Tensors) -> Tensors:
-    """Inside torch.autocast q, k and v take its dtype, as in torch's own attention; float64 stays."""
+    """Inside torch.autocast q, k and v take its dtype, as in torch's own attention; float64 stays.
+
+    A 16-bit bias that then has another type becomes float32, which loses nothing.
+    """
     device = tensors.q.device.type
-    if not torch.is_autocast_enabled(device):
+    if not _is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in tensors[:3])
-    return tensors._replace(q=q, k=k, v=v)
+    q, k, v = (x.to(dtype) if x.dtype in _AUTOCAST_FROM else x for x in tensors[:3])
+    bias = tensors.bias
+    if bias is not None and bias.dtype in _AUTOCAST_FROM and bias.dtype != dtype:
+        bias = bias.float()
+    return tensors._replace(q=q, k=k, v=v, bias=bias)
+
+
+def _is_autocast_enabled(device: str) -> bool:
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 class _Plan(NamedTuple):
@@ -123,6 +153,14 @@ def _with_lengths(tensors: Tensors, options: Options) -> Options:
     return options._replace(max_seqlen_q=longest_q, max_seqlen_k=longest_k)
 
 
+def describe(tensors: Tensors, options: Options) -> Problem:
+    """The problem that `attend` would run for these inputs, checked as there."""
+    tensors = _autocast(tensors)
+    if tensors.cu_seqlens_q is not None:
+        options = _with_lengths(tensors, options)
+    return Problem.of(tensors, options)
+
+
 def _run_forward(tensors: Tensors, options: Options, backend: str | None) -> tuple[Tensor, Tensor]:
     plan = _plan_for(tensors, options, backend)
     device = plan.problem.device
@@ -151,7 +189,7 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
 
 def _as_written(device: str) -> AbstractContextManager[None]:
     """Inside a backend autocast has no say: it would round the float32 products of softmax and sums."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    return torch.autocast(device, enabled=False) if _is_autocast_enabled(device) else nullcontext()
 
 
 def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
@@ -217,13 +255,19 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[:_INPUT_COUNT], *output)
+        saved = (*inputs[:_INPUT_COUNT], *output)
+        ctx.save_for_backward(*saved)
+        # vmap of a jvp looks for them before it calls `jvp`, which then raises.
+        ctx.save_for_forward(*saved)
         ctx.settings = inputs[_INPUT_COUNT:]
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         *inputs, out, lse = ctx.saved_tensors
         wants = dict(zip(Tensors._fields, ctx.needs_input_grad, strict=False))
+        if wants["alibi_slopes"]:
+            # Under vmap the slopes did not yet show that they require a gradient.
+            raise ValueError(NO_SLOPE_GRADIENT)
         if dout is None:
             dout = torch.zeros_like(out)
         args = (*inputs, out, lse, dout, dlse, wants["bias"], wants["sinks"], *ctx.settings)
@@ -234,6 +278,10 @@ class _Attention(torch.autograd.Function):
         grads = {"q": dq, "k": dk, "v": dv, "bias": dbias, "sinks": dsinks}
         by_position = [grads[name] if wants[name] else None for name in Tensors._fields]
         return (*by_position, *(None for _ in ctx.settings))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
+        raise NotImplementedError("ioattn has no forward-mode derivatives (jvp, jacfwd, dual tensors) yet")
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -254,6 +302,8 @@ class _AttentionBackward(torch.autograd.Function):
         raise NotImplementedError(
             "ioattn has no double backward yet: the gradients of attention are not differentiable"
         )
+
+    jvp = _Attention.jvp
 
 
 torch.library.register_autograd(
@@ -276,8 +326,10 @@ def _vmap_rule(op: Callable[..., Any], folded: tuple[int, ...]) -> Callable[...,
                     mapped = (
                         args[i].expand(size, *args[i].shape) if in_dims[i] is None else args[i].movedim(in_dims[i], 0)
                     )
-                    joined[i] = mapped.flatten(0, 1)
-            results = tuple(x.unflatten(0, (size, -1)) if x.dim() > 1 else x.expand(size, 0) for x in op(*joined))
+                    batch, joined[i] = mapped.shape[1], mapped.flatten(0, 1)
+            results = tuple(x.unflatten(0, (size, batch)) if x.dim() > 1 else x.expand(size, 0) for x in op(*joined))
+        elif size == 0:
+            raise ValueError("vmap maps a dimension of size 0; with bias, mask or mapped sinks it must have at least 1")
         else:
             slices = (
                 [a if d is None else a.select(d, s) for a, d in zip(args, in_dims, strict=True)] for s in range(size)

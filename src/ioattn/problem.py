@@ -7,7 +7,7 @@ and keys, Dv head dimension of values. Packed (varlen) inputs hold T rows of all
 from __future__ import annotations
 
 import itertools
-import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -46,13 +46,11 @@ class Tensors(NamedTuple):
     def of(cls, q: Tensor, k: Tensor, v: Tensor, **extras: Tensor | None) -> Tensors:
         """The inputs with bias and mask seen as 4-D; raises TypeError for what is no tensor."""
         for name, x in (("q", q), ("k", k), ("v", v)):
-            if not isinstance(x, Tensor):
-                raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
+            _check_tensor(name, x, "a torch.Tensor")
         for name, extra in extras.items():
             if extra is None:
                 continue
-            if not isinstance(extra, Tensor):
-                raise TypeError(f"{name} is a {type(extra).__name__}; it must be a torch.Tensor or None")
+            _check_tensor(name, extra, "a torch.Tensor or None")
             if name in ("bias", "mask"):
                 if not 1 <= extra.dim() <= 4:
                     raise ValueError(f"{name} has {extra.dim()} dimensions; it must broadcast to (B, H, Nq, Nk)")
@@ -109,8 +107,12 @@ class Options(NamedTuple):
         _check_number("scale", scale, positive=False)
         _check_number("softcap", softcap, positive=True)
         for name, length in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-            if length is not None and (isinstance(length, bool) or not isinstance(length, (int, torch.SymInt))):
+            if length is None:
+                continue
+            if isinstance(length, bool) or not isinstance(length, (int, torch.SymInt)):
                 raise TypeError(f"{name} is {length!r}; it must be an int or None")
+            if not 0 <= length < 2**31:
+                raise ValueError(f"{name} is {length}; it must be at least 0 and less than 2**31")
         band = Band.of(causal, window)
         return cls(band.lo, band.hi, 0, align, scale, softcap, deterministic, max_seqlen_q, max_seqlen_k)
 
@@ -164,9 +166,10 @@ class Problem:
             dtype=q.dtype,
             device=q.device,
             scale=q.shape[-1] ** -0.5 if options.scale is None else float(options.scale),
-            band=Band(options.lo, options.hi, options.shift),
+            # What a side cannot hide at these lengths, kernels need not test, nor can its number overflow there.
+            band=Band(options.lo, options.hi, options.shift).within(len_q + len_k + abs(options.shift)),
             align=options.align,
-            softcap=options.softcap,
+            softcap=None if options.softcap is None else float(options.softcap),
             alibi=tensors.alibi_slopes is not None,
             bias=_broadcast_sizes(tensors.bias),
             mask=_broadcast_sizes(tensors.mask),
@@ -275,6 +278,14 @@ def _longest(given: int | None, offsets: Tensor) -> int:
     return int(offsets.diff().max()) if offsets.shape[0] > 1 else 0
 
 
+def _check_tensor(name: str, value: Any, kind: str) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} is a {type(value).__name__}; it must be {kind}")
+    if value.layout is not torch.strided or value.is_nested:
+        layout = "nested" if value.is_nested else str(value.layout).removeprefix("torch.")
+        raise TypeError(f"{name} is a {layout} tensor; it must be a strided one (for sequences: attention_varlen)")
+
+
 def _check_qkv(tensors: Tensors, layout: tuple[str, ...]) -> None:
     q, k, v = tensors.q, tensors.k, tensors.v
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -346,20 +357,20 @@ def _check_number(name: str, value: Any, positive: bool) -> None:
         return
     if isinstance(value, (bool, Tensor)) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{name} is a {type(value).__name__}; it must be a number or None")
-    if isinstance(value, (int, float)) and not math.isfinite(value):
-        raise ValueError(f"{name} is {value}; it must be finite")
+    if not -sys.float_info.max <= value <= sys.float_info.max:
+        raise ValueError(f"{name} is {value if isinstance(value, float) else 'too large'}; it must be finite")
     if positive and not value > 0:
         raise ValueError(f"{name} is {value}; it must be positive, or None for no {name}")
 
 
 def _check_window(window: Any) -> None:
-    form = "it must be (left, right), each an int >= 0 or None for unbounded"
+    form = "it must be (left, right), each an int >= 0 and < 2**63 or None for unbounded"
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise TypeError(f"window is {window!r}; {form}")
     for side in window:
         if side is not None and (isinstance(side, bool) or not isinstance(side, int)):
             raise TypeError(f"window is {window!r}; {form}")
-        if side is not None and side < 0:
+        if side is not None and not 0 <= side < 2**63:
             raise ValueError(f"window is {window!r}; {form}")
 
 

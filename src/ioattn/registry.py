@@ -74,7 +74,7 @@ def names() -> tuple[str, ...]:
 
 def check_name(name: str) -> None:
     """Raise ValueError with the names that exist unless `name` is one of them."""
-    if name not in MODULES:
+    if name not in names():  # a tuple: also what has no hash is not in it
         raise ValueError(f"backend is {name!r}; it must be one of {', '.join(map(repr, MODULES))}, or None to choose")
 
 
@@ -87,9 +87,16 @@ def load(name: str) -> Backend:
 
 def reasons_against(name: str, problem: Problem) -> tuple[str, ...]:
     """Why backend `name` cannot run `problem` here; empty if it can."""
-    backend = load(name)
-    broken = backend.unusable()
-    return (broken,) if broken else tuple(backend.objections(problem))
+    broken = unusable(name)
+    return (broken,) if broken else tuple(load(name).objections(problem))
+
+
+def unusable(name: str) -> str | None:
+    """Why this machine cannot run backend `name` at all, or None."""
+    try:
+        return load(name).unusable()
+    except ImportError as error:
+        return f"it cannot be imported: {error}"
 
 
 @lru_cache(maxsize=4096)
@@ -100,7 +107,9 @@ def choose(problem: Problem, name: str | None = None) -> Backend:
         ValueError: if no backend has that name.
         UnsupportedProblemError: with each reason of each backend that was asked.
     """
-    asked = names() if name is None else (load(name).name,)
+    if name is not None:
+        check_name(name)
+    asked = names() if name is None else (name,)
     against = []
     for candidate in asked:
         reasons = reasons_against(candidate, problem)

@@ -40,7 +40,7 @@ def examine() -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu": _cpu(),
         "gpus": [_gpu(index) for index in range(torch.cuda.device_count())],
-        "backends": [{"name": name, "unusable": _unusable(name)} for name in registry.names()],
+        "backends": [{"name": name, "unusable": registry.unusable(name)} for name in registry.names()],
     }
 
 
@@ -76,13 +76,6 @@ def _gpu(index: int) -> dict[str, Any]:
         "multiprocessors": properties.multi_processor_count,
         "memory_bytes": properties.total_memory,
     }
-
-
-def _unusable(name: str) -> str | None:
-    try:
-        return registry.load(name).unusable()
-    except ImportError as error:
-        return f"it cannot be imported: {error}"
 
 
 def _show(findings: dict[str, Any], console: Console) -> None:
