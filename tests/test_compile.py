@@ -130,6 +130,22 @@ def test_packed_call_compiles(backend: Target) -> None:
     assert torch.allclose(leaf.grad, plain.grad, atol=1e-5)
 
 
+def test_longest_lengths_read_from_the_offsets(backend: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch._dynamo.config, "capture_scalar_outputs", True)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def attend(rows: Tensor, offsets: Tensor) -> Tensor:
+        longest = offsets.diff().max().item()
+        lengths = {"max_seqlen_q": longest, "max_seqlen_k": longest}
+        return ioattn.attention_varlen(rows, rows, rows, offsets, offsets, **lengths, backend=backend.name)
+
+    case = packed(backend, [5, 9], [5, 9])
+    rows, offsets = case.tensors["q"], case.tensors["cu_seqlens_q"]
+    expected = ioattn.attention_varlen(rows, rows, rows, offsets, offsets, backend=backend.name)
+    assert torch.allclose(attend(rows, offsets), expected, atol=1e-6)
+
+
 def test_invalid_input_raises_under_compile_too(backend: Target) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(ioattn.attention, backend="aot_eager")

@@ -257,8 +257,9 @@ class _Attention(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         saved = (*inputs[:_INPUT_COUNT], *output)
         ctx.save_for_backward(*saved)
-        # vmap of a jvp looks for them before it calls `jvp`, which then raises.
-        ctx.save_for_forward(*saved)
+        if _is_transformed():
+            # jvp of a vmap looks for them before it calls `jvp`, which then raises.
+            ctx.save_for_forward(*saved)
         ctx.settings = inputs[_INPUT_COUNT:]
 
     @staticmethod

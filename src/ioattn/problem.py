@@ -111,7 +111,8 @@ class Options(NamedTuple):
                 continue
             if isinstance(length, bool) or not isinstance(length, (int, torch.SymInt)):
                 raise TypeError(f"{name} is {length!r}; it must be an int or None")
-            if not 0 <= length < 2**31:
+            # A compiler may know the length only as `.item()` of a tensor, of which it cannot ask this.
+            if not torch.compiler.is_compiling() and not 0 <= length < 2**31:
                 raise ValueError(f"{name} is {length}; it must be at least 0 and less than 2**31")
         band = Band.of(causal, window)
         return cls(band.lo, band.hi, 0, align, scale, softcap, deterministic, max_seqlen_q, max_seqlen_k)
