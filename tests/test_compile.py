@@ -130,9 +130,9 @@ def test_packed_call_compiles(backend: Target) -> None:
     assert torch.allclose(leaf.grad, plain.grad, atol=1e-5)
 
 
-def test_longest_lengths_read_from_the_offsets(backend: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_longest_lengths_read_from_the_offsets(backend: Target) -> None:
     torch._dynamo.reset()
-    monkeypatch.setattr(torch._dynamo.config, "capture_scalar_outputs", True)
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def attend(rows: Tensor, offsets: Tensor) -> Tensor:
