@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo.testing
 from attend import Shape, Target, dense, packed, run
 from features import LAYOUTS, laid_out
 from torch import Tensor

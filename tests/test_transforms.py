@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch._dynamo.testing
 from attend import Target, normal
 from torch import Tensor
 from torch.autograd import forward_ad
