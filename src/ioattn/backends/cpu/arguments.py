@@ -14,22 +14,22 @@ TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "bias", "mask", "dbia
 STRIDES = ("batch", "head", "row", "col")
 
 SCRATCH = (
-    "q_rows", "q_tile", "acc", "scores", "weights", "k_rows", "v_rows", "v_pairs", "state", "factors", "found",
-    "bias_rows", "bias_tile", "mask_rows", "mask_tile",
-    "dout_rows", "dout_tile", "out_rows", "dscores", "dscore_rows", "dscore_pairs", "k_pairs", "q_pairs", "dout_pairs",
+    "q_rows", "q_tile", "q_pairs", "k_rows", "k_pairs", "v_rows", "v_pairs", "scores", "weights", "acc", "state",
+    "factors", "found", "out_rows", "bias_rows", "bias_tile", "mask_rows", "mask_tile",
+    "dout_rows", "dout_tile", "dout_pairs", "dout_fp32", "out_fp32", "dscores", "dscore_rows", "dscore_pairs",
     "dq_acc", "dk_acc", "dv_acc", "dbias_tile",
 )  # fmt: skip
 """Regions of one thread's part of the workspace; their slots hold offsets in bytes."""
 
 POINTERS = (*TENSORS, "lse", "dlse", "sinks", "slopes", "dsinks", "starts_q", "starts_k", "workspace", "partial")
-FLOATS = ("query_factor", "factor", "softcap", "scale", "key_gradient_factor")
+FLOATS = ("query_factor", "factor", "softcap", "scale", "key_gradient_factor", "one")
 NUMBERS = (
     "workspace_step",
-    "heads", "group", "len_q", "len_k", "dim", "dim_v", "dim_padded", "dim_v_padded",
+    "batches", "heads", "group", "len_q", "len_k", "dim", "dim_v", "dim_padded", "dim_v_padded", "dim_words", "dim_v_words",
     "lo", "hi", "shift", "bottom_right",
     "lse_batch", "lse_head", "dlse_batch", "dlse_head", "dlse_row",
     "blocks", "block_rows", "block_keys", "chunks", "chunk_keys", "batch_members", "head_members",
-    "partial_head", "partial_chunk",
+    "partial_batch", "partial_head", "partial_chunk",
 )  # fmt: skip
 
 FIELDS = (

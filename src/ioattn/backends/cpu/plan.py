@@ -6,6 +6,7 @@ Nothing here depends on the number of threads, so that results do not either.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -14,21 +15,27 @@ import torch
 from torch import Tensor
 
 from ioattn.backends.cpu import jit, launch
-from ioattn.backends.cpu.arguments import FIELDS, SLOTS, STRIDES, fill
+from ioattn.backends.cpu.arguments import FIELDS, SLOTS, STRIDES, TENSORS, fill
+from ioattn.backends.cpu.backward import backward
 from ioattn.backends.cpu.forward import forward
 from ioattn.backends.cpu.jit import Target
 from ioattn.backends.cpu.softmax import Recipe
-from ioattn.backends.cpu.tiles import LOG2E, tile_of, widest
+from ioattn.backends.cpu.tiles import LN2, LOG2E, widest
 from ioattn.problem import DTYPES, Problem
 
 _FAR = 2**40
 """Stands for no bound of the band until a sequence's shift is added."""
 
 FORWARD_KEYS = 128
-"""Keys per block of the forward."""
+BACKWARD_KEYS = 96
+"""Keys per block: a tile of scores, in the backward two, stays in the first-level cache."""
 
-FORWARD_ROWS = 192
-"""Queries per block: a block of keys, staged or paired once, serves this many."""
+BLOCK_ROWS = 192
+"""Queries per block: keys that were staged or paired once serve this many."""
+
+CHUNK_KEYS = 1024
+TASKS = 8
+"""A backward with fewer tasks than this is split into chunks of at least so many keys."""
 
 
 @dataclass
@@ -41,8 +48,9 @@ class Plan:
     tasks: int
     scratch: int
     flops: float
+    chunks: int = 1
 
-    def run(self, tensors: dict[str, Tensor | None], shared_scratch: int = 0) -> None:
+    def run(self, tensors: dict[str, Tensor | None], dlse: Tensor | None = None) -> None:
         """Run the worker on these tensors, in scratch of this call's own."""
         if self.tasks == 0:
             return
@@ -50,14 +58,21 @@ class Plan:
         for name, x in tensors.items():
             if x is not None:
                 block[SLOTS[name]] = x.data_ptr()
-                if f"{name}_row" in SLOTS:
-                    first = SLOTS[f"{name}_batch"]
+                first = _STRIDE_SLOTS.get(name)
+                if first is not None:
                     block[first : first + 4] = strides(x, self.problem.packed)
+        if dlse is not None:
+            block[SLOTS["dlse"]] = dlse.data_ptr()
+            steps = [4 * step for step in dlse.stride()]
+            block[SLOTS["dlse_row"]], block[SLOTS["dlse_head"]] = steps[-1], steps[-2]
+            block[SLOTS["dlse_batch"]] = 0 if self.problem.packed else steps[0]
         threads = min(torch.get_num_threads(), self.tasks)
-        workspace = torch.empty(shared_scratch + threads * self.scratch, dtype=torch.uint8)
-        block[SLOTS["partial"]] = workspace.data_ptr()
-        block[SLOTS["workspace"]] = workspace.data_ptr() + shared_scratch
+        workspace = torch.empty(threads * self.scratch, dtype=torch.uint8)
+        block[SLOTS["workspace"]] = workspace.data_ptr()
         launch.run(self.address, block, self.tasks, threads, self.flops)
+
+
+_STRIDE_SLOTS = {tensor: SLOTS[f"{tensor}_{STRIDES[0]}"] for tensor in TENSORS}
 
 
 def strides(x: Tensor, packed: bool) -> tuple[int, ...]:
@@ -69,125 +84,206 @@ def strides(x: Tensor, packed: bool) -> tuple[int, ...]:
     return tuple([0 if length == 1 else step * size for length, step in zip(x.shape, x.stride(), strict=True)])
 
 
-def recipe_of(problem: Problem, target: Target, vectors: int, dbias: bool = False, bias: str | None = None) -> Recipe:
-    """What the workers for a problem are compiled for."""
+def _recipe(problem: Problem, target: Target, bias: torch.dtype | None, dbias: bool) -> Recipe:
     dtype = DTYPES[problem.dtype]
     # Pairs cannot be scaled when they are packed; a scale that is not positive would turn the maximum around.
     paired = dtype == "bf16" and target.dpbf16 and problem.scale > 0
     whole = problem.dim % target.lanes == 0 and problem.dim_v % target.lanes == 0
-    staged = problem.alignment == 0 or (not whole if paired else dtype != "fp32")
     return Recipe(
-        dtype, vectors, paired, staged, tuple(term.name for term in problem.terms), bias, problem.mask is not None, dbias
+        dtype=dtype,
+        vectors=_vectors(target, problem.len_q),
+        paired=paired,
+        staged=problem.alignment == 0 or (not whole if paired else dtype != "fp32"),
+        terms=tuple(term.name for term in problem.terms),
+        bias=None if bias is None else DTYPES[bias],
+        mask=problem.mask is not None,
+        dbias=dbias,
     )
 
 
-def vectors_of(target: Target, rows: int) -> int:
-    """The width of a query panel: the widest that wastes the fewest lanes."""
-    def waste(vectors: int) -> int:
-        return -rows % (vectors * target.lanes)
-
-    return min(range(widest(target), 0, -1), key=waste)
+def _vectors(target: Target, rows: int) -> int:
+    """The width of a query panel: the widest of those that waste the fewest lanes."""
+    return min(range(widest(target), 0, -1), key=lambda vectors: -rows % (vectors * target.lanes))
 
 
 @lru_cache(maxsize=256)
-def _address(build: Any, target: Target, recipe: Recipe) -> int:
+def _address(build: Callable[[Target, Recipe], str], target: Target, recipe: Recipe) -> int:
     return jit.load(build(target, recipe), target)
 
 
-def padded(x: int, multiple: int) -> int:
-    """`x` rounded up."""
+def _padded(x: int, multiple: int) -> int:
     return -(-x // multiple) * multiple
 
 
-def common_values(problem: Problem, target: Target, recipe: Recipe) -> dict[str, Any]:
+def _common_values(problem: Problem, target: Target, recipe: Recipe) -> dict[str, Any]:
     """The slots that every worker reads."""
-    band = problem.band
-    natural = LOG2E if not recipe.terms else 1.0
+    band, lanes = problem.band, target.lanes
+    # The exponentials are powers of two; terms want natural units, and are multiplied by log2(e) afterwards.
+    factor = problem.scale * (1.0 if recipe.terms else LOG2E)
+    cells = 2 if recipe.paired else 1
     return {
+        "batches": problem.batch,
         "heads": problem.heads,
         "group": problem.group,
         "len_q": problem.len_q,
         "len_k": problem.len_k,
         "dim": problem.dim,
         "dim_v": problem.dim_v,
-        "dim_padded": padded(problem.dim, target.lanes * (2 if recipe.paired else 1)),
-        "dim_v_padded": padded(problem.dim_v, target.lanes * (2 if recipe.paired else 1)),
+        "dim_padded": _padded(problem.dim, lanes),
+        "dim_v_padded": _padded(problem.dim_v, lanes),
+        # 32-bit words of a packed query: fp32, or pairs of bfloat16.
+        "dim_words": _padded(-(-problem.dim // cells), lanes),
+        "dim_v_words": _padded(-(-problem.dim_v // cells), lanes),
         "lo": -_FAR if band.lo is None else band.lo,
         "hi": _FAR if band.hi is None else band.hi,
         "shift": band.shift,
         "bottom_right": int(problem.align == "bottom-right"),
-        "query_factor": problem.scale * natural,
-        "factor": problem.scale * natural,
+        "query_factor": factor,
+        "factor": factor,
         "scale": problem.scale,
         "softcap": problem.softcap or 0.0,
+        "one": 1.0,
     }
 
 
-def regions(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
+def _regions(sizes: dict[str, int]) -> tuple[dict[str, int], int]:
     """Offsets of scratch regions of these sizes, on cache lines, and their total."""
     offsets, total = {}, 0
     for region, size in sizes.items():
         offsets[f"at_{region}"] = total
-        total += padded(size, 64) + 64
-    return offsets, padded(total, 4096)
+        total += _padded(size, 64)
+    return offsets, _padded(total, 4096)
 
 
-def score_regions(recipe: Recipe, panel_rows: int, keys: int) -> dict[str, int]:
-    """Scratch of one score tile: bias and mask tiles lie next to it."""
-    tile = keys * panel_rows * 4
-    sizes = {"found": 64}
-    for name, present in (("bias", recipe.bias), ("mask", recipe.mask)):
-        if present:
-            sizes |= {f"{name}_rows": tile, f"{name}_tile": tile}
-    return sizes
+def _score_regions(recipe: Recipe, tile: int) -> dict[str, int]:
+    """Scratch next to a score tile: its bias and its mask, before and after transposing."""
+    present = {"bias": recipe.bias is not None, "mask": recipe.mask}
+    names = [name for name, needed in present.items() if needed]
+    return {"found": 64} | {f"{name}_{form}": tile for name in names for form in ("rows", "tile")}
 
 
-def bias_dtype(bias: Tensor | None) -> str | None:
-    """The type of a bias, which may be fp32 next to 16-bit inputs."""
-    return None if bias is None else DTYPES[bias.dtype]
-
-
-def plan_forward(problem: Problem, bias: str | None) -> Plan:
+def plan_forward(problem: Problem, lse: tuple[int, ...], bias: torch.dtype | None) -> Plan:
     """The forward of a problem."""
-    target = jit.host()
-    assert target is not None
-    recipe = recipe_of(problem, target, vectors_of(target, problem.len_q), bias=bias)
-    panel_rows = tile_of(target, recipe.vectors).vectors * target.lanes
-    values = common_values(problem, target, recipe)
-    cell = 2 if recipe.paired else 4
-    panels = max(1, min(FORWARD_ROWS, padded(problem.len_q, panel_rows)) // panel_rows)
-    dim, dim_v, keys = values["dim_padded"], values["dim_v_padded"], FORWARD_KEYS
-    sizes = {
-        "q_rows": panel_rows * dim * cell,
-        "q_tile": panels * panel_rows * dim * cell,
-        "acc": panels * panel_rows * dim_v * 4,
-        "scores": keys * panel_rows * 4,
-        "weights": keys * panel_rows * 2 if recipe.paired else 0,
-        "k_rows": keys * dim * cell if recipe.staged else 0,
-        "v_rows": keys * dim_v * cell if recipe.staged else 0,
-        "v_pairs": keys * dim_v * 2 if recipe.paired else 0,
-        "state": panels * 3 * panel_rows * 4,
-        "factors": panel_rows * 4,
-        "out_rows": panel_rows * dim_v * 4,
-        **score_regions(recipe, panel_rows, keys),
-    }
-    offsets, scratch = regions(sizes)
+    target = _host()
+    recipe = _recipe(problem, target, bias, dbias=False)
+    values = _common_values(problem, target, recipe)
+    panel_rows = recipe.vectors * target.lanes
+    panels = max(1, min(BLOCK_ROWS, _padded(problem.len_q, panel_rows)) // panel_rows)
+    cell, keys = 2 if recipe.paired else 4, FORWARD_KEYS
+    dim, dim_v, words = values["dim_padded"], values["dim_v_padded"], values["dim_words"]
+    offsets, scratch = _regions(
+        {
+            "q_rows": panel_rows * words * 4,
+            "q_tile": panels * panel_rows * words * 4,
+            "acc": panels * panel_rows * dim_v * 4,
+            "scores": keys * panel_rows * 4,
+            "weights": keys * panel_rows * 2 if recipe.paired else 0,
+            "k_rows": keys * dim * cell if recipe.staged else 0,
+            "v_rows": keys * dim_v * cell if recipe.staged else 0,
+            "v_pairs": keys * dim_v * 2 if recipe.paired else 0,
+            "state": panels * 3 * panel_rows * 4,
+            "factors": panel_rows * 4,
+            "out_rows": panel_rows * dim_v * 4,
+            **_score_regions(recipe, keys * panel_rows * 4),
+        }
+    )
     block_rows = panels * panel_rows
     blocks = -(-problem.len_q // block_rows)
-    lse_head = 4 * problem.len_q
+    values |= {"blocks": blocks, "block_rows": block_rows, "block_keys": keys, "workspace_step": scratch}
+    values |= _lse_strides(lse) | offsets
+    tasks = problem.batch * problem.heads * blocks
+    return Plan(problem, _address(forward, target, recipe), _block(values), tasks, scratch, _flops(problem))
+
+
+def plan_backward(problem: Problem, lse: tuple[int, ...], bias: torch.dtype | None, dbias: bool) -> Plan:
+    """The backward of a problem; `dbias` says whether the bias wants a gradient."""
+    target = _host()
+    recipe = _recipe(problem, target, bias, dbias)
+    values = _common_values(problem, target, recipe)
+    panel_rows = recipe.vectors * target.lanes
+    panels = max(1, min(BLOCK_ROWS, _padded(problem.len_q, panel_rows)) // panel_rows)
+    # Everything that adds to one element of dbias happens in one task, in order.
+    shared = problem.bias if dbias and problem.bias is not None else (0, 0, 0)
+    batch_members = problem.batch if shared[0] == 1 else 1
+    head_members = problem.heads if shared[1] == 1 else problem.group
+    groups = (problem.batch // max(1, batch_members)) * (problem.heads // head_members)
+    wanted = min(-(-TASKS // max(1, groups)), problem.len_k // CHUNK_KEYS)
+    chunk_keys = max(_padded(-(-problem.len_k // max(1, wanted)), BACKWARD_KEYS), BACKWARD_KEYS)
+    chunks = max(1, -(-problem.len_k // chunk_keys))
+    offsets, scratch = _regions(_backward_sizes(recipe, values, panels, panel_rows, min(chunk_keys, problem.len_k + 1)))
+    rows = lse[-1]
     values |= {
-        "blocks": blocks,
-        "block_rows": block_rows,
-        "block_keys": keys,
+        "block_rows": panels * panel_rows,
+        "block_keys": BACKWARD_KEYS,
+        "chunks": chunks,
+        "chunk_keys": chunk_keys,
+        "batch_members": batch_members,
+        "head_members": head_members,
+        "partial_head": rows * problem.dim * 4,
+        "partial_batch": problem.heads * rows * problem.dim * 4,
+        "partial_chunk": (1 if problem.packed else problem.batch) * problem.heads * rows * problem.dim * 4,
+        # Queries that were scaled when they were packed give dk scaled, and in base 2 without terms.
+        "key_gradient_factor": problem.scale if recipe.paired else 1.0 if recipe.terms else LN2,
         "workspace_step": scratch,
-        "lse_head": lse_head,
-        "lse_batch": lse_head * problem.heads,
+        **_lse_strides(lse),
         **offsets,
     }
-    block = (ctypes.c_int64 * len(FIELDS))(*fill(values))
+    tasks = groups * chunks
+    address = _address(backward, target, recipe)
+    return Plan(problem, address, _block(values), tasks, scratch, 2.5 * _flops(problem), chunks)
+
+
+def _backward_sizes(
+    recipe: Recipe, values: dict[str, Any], panels: int, panel_rows: int, chunk_keys: int
+) -> dict[str, int]:
+    """Scratch of a backward task."""
+    dim, dim_v = values["dim_padded"], values["dim_v_padded"]
+    words, words_v = values["dim_words"], values["dim_v_words"]
+    paired, rows, tile = recipe.paired, panels * panel_rows, BACKWARD_KEYS * panel_rows * 4
+    cell, row_panels = 2 if paired else 4, panel_rows if paired else rows
+    chunk = _padded(chunk_keys, 2)
+    return {
+        "q_rows": row_panels * words * 4,
+        "q_tile": rows * words * 4,
+        "q_pairs": rows * dim * 2 if paired else 0,
+        "dout_rows": row_panels * words_v * 4,
+        "dout_tile": rows * words_v * 4,
+        "dout_pairs": rows * dim_v * 2 if paired else 0,
+        "dout_fp32": panel_rows * dim_v * 4 if paired else 0,
+        "out_fp32": panel_rows * max(dim, dim_v) * 4,
+        "scores": tile,
+        "dscores": tile,
+        "weights": tile // 2 if paired else 0,
+        "dscore_rows": tile // 2 if paired else 0,
+        "dscore_pairs": tile // 2 if paired else 0,
+        "k_rows": chunk * dim * cell if recipe.staged else 0,
+        "v_rows": chunk * dim_v * cell if recipe.staged else 0,
+        "k_pairs": chunk * dim * 2 if paired else 0,
+        "state": panels * 3 * panel_rows * 4,
+        "dq_acc": rows * dim * 4,
+        "dk_acc": chunk * dim * 4,
+        "dv_acc": chunk * dim_v * 4,
+        "dbias_tile": tile if recipe.dbias else 0,
+        **_score_regions(recipe, tile),
+    }
+
+
+def _host() -> Target:
+    target = jit.host()
+    if target is None:
+        raise RuntimeError(f"the cpu backend cannot run here: {jit.unusable()}")
+    return target
+
+
+def _block(values: dict[str, Any]) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * len(FIELDS))(*fill(values))
+
+
+def _lse_strides(lse: tuple[int, ...]) -> dict[str, int]:
+    head = 4 * lse[-1]
+    return {"lse_head": head, "lse_batch": head * lse[-2]}
+
+
+def _flops(problem: Problem) -> float:
     area = problem.band_of(problem.len_q, problem.len_k).area(problem.len_q, problem.len_k)
-    flops = 2.0 * problem.batch * problem.heads * area * (problem.dim + problem.dim_v)
-    return Plan(problem, _address(forward, target, recipe), block, problem.batch * problem.heads * blocks, scratch, flops)
-
-
-__all__ = ["STRIDES", "Plan", "plan_forward", "strides"]
+    return 2.0 * problem.batch * problem.heads * area * (problem.dim + problem.dim_v)
