@@ -206,7 +206,7 @@ class _Backward(Worker):
         if self.recipe.bias:
             self.score_tile("bias", self.stage_bias, panel, seen.first, count)
         dsoftmax = (
-            scratch.scores, scratch.dscores, count, self._state(panel), *self.context(panel, seen.first),
+            scratch.scores, scratch.dscores, count, self._state(panel), *self.context(panel, seen),
             scratch.weights, scratch.dscore_rows, scratch.dscore_pairs, scratch.dbias_tile,
         )  # fmt: skip
         with f.when(seen.partial):

@@ -123,7 +123,7 @@ class _Forward(Worker):
             self.score_tile("bias", self.stage_bias, panel, seen.first, count)
         weights = scratch.weights if self.recipe.paired else scratch.scores
         state = self._state(panel)
-        softmax = (scratch.scores, weights, count, state, *self.context(panel, seen.first))
+        softmax = (scratch.scores, weights, count, state, *self.context(panel, seen))
         with f.when(seen.partial):
             f.call(self.softmax_partial, *softmax)
         with f.unless(seen.partial):

@@ -17,8 +17,12 @@ from ioattn.scores import ORDER
 UNBOUNDED = 2**30
 """Stands for no bound of the band: further away than any key, and safe to add a lane's number to."""
 
-_CONTEXT = {"lo": I64, "hi": I64, "diagonal": I64, "factor": F32, "softcap": F32, "slope": F32, "bias": PTR, "mask": PTR}
-"""What a tile needs to know of its place. Lane r sees rows lo + r to hi + r and is `diagonal` + r - j away from row j."""
+_CONTEXT = {
+    "lo": I64, "hi": I64, "limit": I64, "diagonal": I64, "factor": F32, "softcap": F32, "slope": F32, "bias": PTR,
+    "mask": PTR,
+}  # fmt: skip
+"""What a tile needs to know of its place: lane r sees rows lo + r to hi + r, as far as `limit`, the last row that any
+query sees, and is `diagonal` + r - j away from row j."""
 
 
 class Recipe(NamedTuple):
@@ -65,7 +69,9 @@ class _ScoreTile:
             return [lanes + f.constant(x.to(I32), self.words) for lanes in self.lanes]
 
         if partial:
-            self.first, self.last = bounds(f.args.lo), bounds(f.args.hi)
+            self.first = bounds(f.args.lo)
+            # Lanes without a query must not see what no query sees: a NaN there would reach sums over queries.
+            self.last = [f.smallest(x, f.constant(f.args.limit.to(I32), self.words)) for x in bounds(f.args.hi)]
         if "alibi" in recipe.terms:
             self.diagonal = bounds(f.args.diagonal)
 

@@ -25,10 +25,11 @@ class Panel(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The keys that a panel meets in one step, and whether each score needs a test."""
+    """The keys that a panel meets in one step, the last that any query sees, and whether each score needs a test."""
 
     first: Value
     count: Value
+    limit: Value
     partial: Value
 
 
@@ -117,19 +118,21 @@ class Worker:
         if self.recipe.paired:
             # Whole pairs, counted from the block's first key: what they hold beyond the band is masked like the rest.
             first = first - (first - keys[0]) % 2
+        limit = last - 1 - first
+        if self.recipe.paired:
             last = f.smallest(last + (last - first) % 2, keys[1])
         with f.when(first < last):
             full_first, full_end = seq.full_key_range(panel.row, end)
             partial = (first < full_first) | (last > full_end)
             if not self.recipe.mask:
-                yield Seen(first, last - first, partial)
+                yield Seen(first, last - first, limit, partial)
                 return
             self.score_tile("mask", self.stage_mask, panel, first, last - first)
             found = self.scratch.found + 8
             f.call(self.survey, self.scratch.mask_tile, (last - first) * self.panel_rows, found)
             flags = found.load(I64)
             with f.when((flags & 2).differs(0)):
-                yield Seen(first, last - first, partial | (flags & 1).differs(0))
+                yield Seen(first, last - first, limit, partial | (flags & 1).differs(0))
 
     def score_tile(self, name: str, stage: Function, panel: Panel, first: Value, count: Value) -> None:
         """A tile of bias or mask, transposed to the layout of scores, in scratch."""
@@ -141,13 +144,13 @@ class Worker:
         f.call(stage, src, row, col, panel.rows, count, rows, padded * 4, self.panel_rows, padded, 1.0)
         f.call(self.transpose, rows, padded * 4, tile, self.row_size, self.panel_rows, padded)
 
-    def context(self, panel: Panel, first: Value) -> tuple[Value | int | float, ...]:
+    def context(self, panel: Panel, seen: Seen) -> tuple[Value | int | float, ...]:
         """Where a tile lies, in the order of the softmax kernels' arguments."""
         f, args, scratch, seq = self.f, self.args, self.scratch, panel.seq
-        lo, hi = (clamped(f, x + panel.row - first, -UNBOUNDED, UNBOUNDED) for x in (seq.lo, seq.hi))
+        lo, hi = (clamped(f, x + panel.row - seen.first, -UNBOUNDED, UNBOUNDED) for x in (seq.lo, seq.hi))
         slope = (args.slopes + panel.head * 4).load(F32) if "alibi" in self.recipe.terms else 0.0
-        diagonal = panel.row + seq.len_k - seq.len_q - first
-        return lo, hi, diagonal, args.factor, args.softcap, slope, scratch.bias_tile, scratch.mask_tile
+        diagonal = panel.row + seq.len_k - seq.len_q - seen.first
+        return lo, hi, seen.limit, diagonal, args.factor, args.softcap, slope, scratch.bias_tile, scratch.mask_tile
 
 
 def _survey(module: Module, target: Target) -> Function:
