@@ -15,7 +15,7 @@ from ioattn.backends.cpu.arguments import Sequence
 from ioattn.backends.cpu.ir import F32, I64, PTR, Function, Module, Type, Value
 from ioattn.backends.cpu.jit import Target
 from ioattn.backends.cpu.softmax import Recipe, dsoftmax_step
-from ioattn.backends.cpu.tiles import LOG2E, Layout, Tile, product, tile_of, widest
+from ioattn.backends.cpu.tiles import LOG2E
 from ioattn.backends.cpu.worker import Panel, Seen, Worker
 
 
@@ -50,38 +50,18 @@ class _Backward(Worker):
         )
         self.add_to_dq = self.value_product("add_to_dq", "add")
         self.add_to_dq_guarded = self.value_product("add_to_dq_guarded", "add", guard="b")
-        self.add_to_dk = self._row_product("add_to_dk", guard="")
-        self.add_to_dk_guarded = self._row_product("add_to_dk_guarded", guard="a")
+        weights_row = self.row_size // 2 if recipe.paired else self.row_size
+        self.add_to_dk = self.row_product("add_to_dk", weights_row)
+        self.add_to_dk_guarded = self.row_product("add_to_dk_guarded", weights_row, guard="a")
         self.dsoftmax_full = dsoftmax_step(module, target, "dsoftmax_full", recipe, partial=False)
         self.dsoftmax_partial = dsoftmax_step(module, target, "dsoftmax_partial", recipe, partial=True)
-        self.start_gradient = _start_gradient(module, target, recipe.vectors)
+        self.start_gradient = _start_gradient(module, target, recipe)
         self.clear = _clear(module, target)
         self.unstage_gradient = packing.unstage(module, target, "unstage_gradient", recipe.dtype)
         self.unstage_partial = packing.unstage(module, target, "unstage_partial", "fp32")
         if recipe.dbias:
             self.unstage_dbias = packing.unstage(module, target, "unstage_dbias", "fp32", add=True)
             self.sum_queries = _sum_queries(module, target, recipe.vectors)
-
-    def _row_product(self, name: str, guard: str) -> Function:
-        """acc[key] += weights[key][queries] rows[queries]: lanes are columns of the head dimension, in groups."""
-        module, target, paired = self.module, self.target, self.recipe.paired
-        f = module.function(
-            name, weights=PTR, rows=PTR, row=I64, acc=PTR, acc_row=I64, count=I64, depth=I64, vectors=I64
-        )
-        layout = Layout(a_row=self.row_size // 2 if paired else self.row_size, a_step=4)
-        size = 4 * target.lanes
-        first: Value | int = 0
-        for vectors in sorted({widest(target), 2, 1}, reverse=True):
-            tile: Tile = tile_of(target, vectors)
-            one = product(module, target, f"{name}_{vectors}", tile, layout, start="add", paired=paired, guard=guard)
-            end = f.args.vectors - (f.args.vectors - first) % vectors
-            with f.loop(first, end, vectors) as at:
-                f.call(
-                    one, f.args.weights, 0, 0, f.args.rows + at * size, f.args.row, f.args.acc + at * size,
-                    f.args.acc_row, f.args.count, f.args.depth, f.args.acc,
-                )  # fmt: skip
-            first = end
-        return f
 
     def task(self, task: Value) -> None:
         """A chunk of keys, for the heads and batches whose gradients meet."""
@@ -235,7 +215,7 @@ class _Backward(Worker):
         f = self.f
         rows, row = self._rows(name, panel)
         call = (
-            weights, rows, row, acc + at * padded * 4, padded * 4, seen.count, self.depth(panel.rows),
+            weights, 0, rows, row, acc + at * padded * 4, padded * 4, seen.count, self.depth(panel.rows),
             padded // self.target.lanes,
         )  # fmt: skip
         found = (self._state(panel) + (2 * self.row_size + (0 if name == "q" else 8))).load(I64)
@@ -298,17 +278,17 @@ class _Backward(Worker):
             )  # fmt: skip
 
 
-def _start_gradient(module: Module, target: Target, vectors: int) -> Function:
-    """lse in base 2 and delta of a panel; a query that saw nothing gets lse inf, so that its weights are 0."""
+def _start_gradient(module: Module, target: Target, recipe: Recipe) -> Function:
+    """lse, in the unit of the scores, and delta of a panel; a query that saw nothing gets lse inf, so that its weights are 0."""
     f = module.function(
         "start_gradient", state=PTR, lse=PTR, dlse=PTR, dlse_row=I64, has_dlse=I64, rows=I64, dout=PTR, out=PTR,
         row_bytes=I64,
     )  # fmt: skip
-    a, panel_rows = f.args, vectors * target.lanes
+    a, panel_rows = f.args, recipe.vectors * target.lanes
     vector = Type("float", target.lanes)
     with f.loop(0, a.rows) as row:
         lse = (a.lse + row * 4).load(F32)
-        lse = f.select(lse.equals(float("-inf")), f.constant(float("inf"), F32), lse * LOG2E)
+        lse = f.select(lse.equals(float("-inf")), f.constant(float("inf"), F32), lse if recipe.natural else lse * LOG2E)
         total = f.variable(0.0, vector)
         with f.loop(0, a.row_bytes, 4 * target.lanes) as at:
             dout, out = ((x + (row * a.row_bytes + at)).load(vector) for x in (a.dout, a.out))

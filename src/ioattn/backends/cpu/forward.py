@@ -44,8 +44,8 @@ class _Forward(Worker):
         self.accumulate_guarded = self.value_product("accumulate_guarded", "rescale", guard="b")
         self.softmax_full = softmax_step(module, target, "softmax_full", recipe, partial=False)
         self.softmax_partial = softmax_step(module, target, "softmax_partial", recipe, partial=True)
-        self.start_state = _start_state(module, target, recipe.vectors)
-        self.finish_state = _finish_state(module, target, recipe.vectors)
+        self.start_state = _start_state(module, target, recipe)
+        self.finish_state = _finish_state(module, target, recipe)
         self.unstage_out = packing.unstage(module, target, "unstage_out", recipe.dtype)
 
     def task(self, task: Value) -> None:
@@ -154,11 +154,11 @@ class _Forward(Worker):
         )  # fmt: skip
 
 
-def _start_state(module: Module, target: Target, vectors: int) -> Function:
+def _start_state(module: Module, target: Target, recipe: Recipe) -> Function:
     """acc 0, and row_max and row_sum before the first key: a sink counts as one key whose value is zero."""
     f = module.function("start_state", state=PTR, acc=PTR, acc_words=I64, sink=F32)
-    vector, size = Type("float", target.lanes), 4 * target.lanes
-    sink = f.args.sink * LOG2E
+    vector, size, vectors = Type("float", target.lanes), 4 * target.lanes, recipe.vectors
+    sink = f.args.sink if recipe.natural else f.args.sink * LOG2E
     row_sum = f.select(sink.equals(float("-inf")), f.constant(0.0, F32), 1.0)
     for v in range(vectors):
         (f.args.state + v * size).store(f.constant(sink, vector))
@@ -168,15 +168,17 @@ def _start_state(module: Module, target: Target, vectors: int) -> Function:
     return f
 
 
-def _finish_state(module: Module, target: Target, vectors: int) -> Function:
+def _finish_state(module: Module, target: Target, recipe: Recipe) -> Function:
     """1 / row_sum to `factors` (0 for a row that saw nothing), and row_max + log(row_sum) to `lse`."""
     f = module.function("finish_state", state=PTR, factors=PTR, lse=PTR, rows=I64)
-    vector, size = Type("float", target.lanes), 4 * target.lanes
+    vector, size, vectors = Type("float", target.lanes), 4 * target.lanes, recipe.vectors
     for v in range(vectors):
         row_max, row_sum = ((f.args.state + (part * vectors + v) * size).load(vector) for part in range(2))
         inverse = 1.0 / row_sum
         (f.args.factors + v * size).store(f.select(row_sum.equals(0.0), f.constant(0.0, vector), inverse))
-        (f.args.state + v * size).store((row_max + log2(f, row_sum)) * LN2)
+        log_sum = log2(f, row_sum)
+        lse = f.fma(LN2, log_sum, row_max) if recipe.natural else (row_max + log_sum) * LN2
+        (f.args.state + v * size).store(lse)
     with f.loop(0, f.args.rows) as row:
         (f.args.lse + row * 4).store((f.args.state + row * 4).load(F32))
     return f

@@ -346,9 +346,9 @@ class Function:
         made.value = start
         return made
 
-    def fetch_add(self, counter: Value, by: int) -> Value:
-        """Add to a shared counter and return what it held before."""
-        return self.emit(I64, f"atomicrmw add ptr {counter.name}, i64 {by} monotonic")
+    def fetch_add(self, counter: Value, by: int, ordering: str = "monotonic") -> Value:
+        """Add to a counter that threads share and return what it held before."""
+        return self.emit(I64, f"atomicrmw add ptr {counter.name}, i64 {by} {ordering}")
 
     def call(self, callee: Function, *arguments: Operand) -> None:
         values = [self.constant(x, kind) for x, kind in zip(arguments, callee._types, strict=True)]

@@ -17,6 +17,7 @@ from torch import Tensor
 from ioattn.backends.cpu import jit, launch
 from ioattn.backends.cpu.arguments import FIELDS, SLOTS, STRIDES, TENSORS, fill
 from ioattn.backends.cpu.backward import backward
+from ioattn.backends.cpu.decode import STATE_WORDS, decode
 from ioattn.backends.cpu.forward import forward
 from ioattn.backends.cpu.jit import Target
 from ioattn.backends.cpu.softmax import Recipe
@@ -35,7 +36,10 @@ BLOCK_ROWS = 192
 
 CHUNK_KEYS = 1024
 TASKS = 8
-"""A backward with fewer tasks than this is split into chunks of at least so many keys."""
+"""A backward or a decode with fewer tasks than this is split into chunks of at least so many keys."""
+
+DECODE_ROWS = 4
+"""Up to so many queries that share a key/value head, lanes run along the head dimension instead of along queries."""
 
 
 @dataclass
@@ -49,6 +53,8 @@ class Plan:
     scratch: int
     flops: float
     chunks: int = 1
+    partial: int = 0
+    counters: int = 0
 
     def run(self, tensors: dict[str, Tensor | None], dlse: Tensor | None = None) -> None:
         """Run the worker on these tensors, in scratch of this call's own."""
@@ -67,8 +73,11 @@ class Plan:
             block[SLOTS["dlse_row"]], block[SLOTS["dlse_head"]] = steps[-1], steps[-2]
             block[SLOTS["dlse_batch"]] = 0 if self.problem.packed else steps[0]
         threads = min(torch.get_num_threads(), self.tasks)
-        workspace = torch.empty(threads * self.scratch, dtype=torch.uint8)
-        block[SLOTS["workspace"]] = workspace.data_ptr()
+        workspace = torch.empty(self.partial + threads * self.scratch, dtype=torch.uint8)
+        if self.counters:
+            workspace[: self.counters] = 0
+            block[SLOTS["partial"]] = workspace.data_ptr()
+        block[SLOTS["workspace"]] = workspace.data_ptr() + self.partial
         launch.run(self.address, block, self.tasks, threads, self.flops)
 
 
@@ -94,6 +103,7 @@ def _recipe(problem: Problem, target: Target, bias: torch.dtype | None, dbias: b
         vectors=_vectors(target, problem.len_q),
         paired=paired,
         staged=problem.alignment == 0 or (not whole if paired else dtype != "fp32"),
+        natural=bool(problem.terms) or problem.sinks,
         terms=tuple(term.name for term in problem.terms),
         bias=None if bias is None else DTYPES[bias],
         mask=problem.mask is not None,
@@ -118,8 +128,7 @@ def _padded(x: int, multiple: int) -> int:
 def _common_values(problem: Problem, target: Target, recipe: Recipe) -> dict[str, Any]:
     """The slots that every worker reads."""
     band, lanes = problem.band, target.lanes
-    # The exponentials are powers of two; terms want natural units, and are multiplied by log2(e) afterwards.
-    factor = problem.scale * (1.0 if recipe.terms else LOG2E)
+    factor = problem.scale * (1.0 if recipe.natural else LOG2E)
     cells = 2 if recipe.paired else 1
     return {
         "batches": problem.batch,
@@ -164,6 +173,8 @@ def _score_regions(recipe: Recipe, tile: int) -> dict[str, int]:
 
 def plan_forward(problem: Problem, lse: tuple[int, ...], bias: torch.dtype | None) -> Plan:
     """The forward of a problem."""
+    if 0 < problem.group * problem.len_q <= DECODE_ROWS:
+        return _plan_decode(problem, lse, bias)
     target = _host()
     recipe = _recipe(problem, target, bias, dbias=False)
     values = _common_values(problem, target, recipe)
@@ -195,6 +206,53 @@ def plan_forward(problem: Problem, lse: tuple[int, ...], bias: torch.dtype | Non
     return Plan(problem, _address(forward, target, recipe), _block(values), tasks, scratch, _flops(problem))
 
 
+def _plan_decode(problem: Problem, lse: tuple[int, ...], bias: torch.dtype | None) -> Plan:
+    """The forward of a problem with few queries."""
+    target = _host()
+    recipe = _recipe(problem, target, bias, dbias=False)
+    whole = problem.dim % target.lanes == 0 and problem.dim_v % target.lanes == 0
+    recipe = recipe._replace(vectors=1, paired=False, natural=True, staged=recipe.dtype != "fp32" or not whole)
+    recipe = recipe._replace(staged=recipe.staged or problem.alignment == 0)
+    values = _common_values(problem, target, recipe)
+    dim, dim_v, keys = values["dim_padded"], values["dim_v_padded"], FORWARD_KEYS
+    rows = problem.group * problem.len_q
+    offsets, scratch = _regions(
+        {
+            "q_rows": rows * dim * 4,
+            "scores": rows * keys * 4,
+            "k_rows": keys * dim * 4 if recipe.staged else 0,
+            "v_rows": keys * dim_v * 4 if recipe.staged else 0,
+            "factors": 64,
+            "out_rows": dim_v * 4,
+            **_score_regions(recipe, keys * 4),
+        }
+    )
+    pairs = problem.batch * problem.kv_heads
+    chunks, chunk_keys = _chunks(problem, pairs, keys)
+    chunk_bytes = rows * (dim_v + STATE_WORDS) * 4
+    values |= {
+        "block_keys": keys,
+        "chunks": chunks,
+        "chunk_keys": chunk_keys,
+        "partial_batch": pairs * 64,
+        "partial_head": chunks * chunk_bytes,
+        "partial_chunk": chunk_bytes,
+        "workspace_step": scratch,
+        **_lse_strides(lse),
+        **offsets,
+    }
+    partial = _padded(pairs * (64 + chunks * chunk_bytes), 64)
+    address = _address(decode, target, recipe)
+    return Plan(problem, address, _block(values), pairs * chunks, scratch, _flops(problem), 1, partial, pairs * 64)
+
+
+def _chunks(problem: Problem, groups: int, multiple: int) -> tuple[int, int]:
+    """How many chunks the keys are split into so that there are enough tasks, and how many keys one holds."""
+    wanted = min(-(-TASKS // max(1, groups)), problem.len_k // CHUNK_KEYS)
+    keys = max(_padded(-(-problem.len_k // max(1, wanted)), multiple), multiple)
+    return max(1, -(-problem.len_k // keys)), keys
+
+
 def plan_backward(problem: Problem, lse: tuple[int, ...], bias: torch.dtype | None, dbias: bool) -> Plan:
     """The backward of a problem; `dbias` says whether the bias wants a gradient."""
     target = _host()
@@ -207,9 +265,7 @@ def plan_backward(problem: Problem, lse: tuple[int, ...], bias: torch.dtype | No
     batch_members = problem.batch if shared[0] == 1 else 1
     head_members = problem.heads if shared[1] == 1 else problem.group
     groups = (problem.batch // max(1, batch_members)) * (problem.heads // head_members)
-    wanted = min(-(-TASKS // max(1, groups)), problem.len_k // CHUNK_KEYS)
-    chunk_keys = max(_padded(-(-problem.len_k // max(1, wanted)), BACKWARD_KEYS), BACKWARD_KEYS)
-    chunks = max(1, -(-problem.len_k // chunk_keys))
+    chunks, chunk_keys = _chunks(problem, groups, BACKWARD_KEYS)
     offsets, scratch = _regions(_backward_sizes(recipe, values, panels, panel_rows, min(chunk_keys, problem.len_k + 1)))
     rows = lse[-1]
     values |= {
@@ -222,8 +278,8 @@ def plan_backward(problem: Problem, lse: tuple[int, ...], bias: torch.dtype | No
         "partial_head": rows * problem.dim * 4,
         "partial_batch": problem.heads * rows * problem.dim * 4,
         "partial_chunk": (1 if problem.packed else problem.batch) * problem.heads * rows * problem.dim * 4,
-        # Queries that were scaled when they were packed give dk scaled, and in base 2 without terms.
-        "key_gradient_factor": problem.scale if recipe.paired else 1.0 if recipe.terms else LN2,
+        # Queries that were scaled when they were packed give dk scaled, and with log2(e) unless natural.
+        "key_gradient_factor": problem.scale if recipe.paired else 1.0 if recipe.natural else LN2,
         "workspace_step": scratch,
         **_lse_strides(lse),
         **offsets,

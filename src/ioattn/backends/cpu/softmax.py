@@ -1,7 +1,8 @@
 """What happens to a tile of scores between the matrix products: terms, mask, softmax, and the same backwards.
 
 A tile is S^T: row j of it holds the scores of one key for all queries of the panel. Scores reach these kernels as the
-product left them; `Recipe` says what is in them already. Exponentials are powers of two: scores carry a factor log2(e).
+product left them; `Recipe` says what is in them already. Exponentials are powers of two, so somewhere a score meets
+log2(e).
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ class Recipe(NamedTuple):
     """What a worker is compiled for; everything else is a run-time argument.
 
     `vectors` is the width of a query panel. `paired` products read bfloat16 as it is, others fp32; `staged` copies keys
-    and values to scratch first, because of their type or their strides.
+    and values to scratch first, because of their type or their strides. `natural` scores are in natural units; others
+    carry log2(e) from the start, which saves an instruction and has no room for a bias of -3.4e38.
     """
 
     dtype: str
     vectors: int
     paired: bool
     staged: bool
+    natural: bool
     terms: tuple[str, ...] = ()
     bias: str | None = None
     mask: bool = False
@@ -94,14 +97,17 @@ class _ScoreTile:
         return x if seen is None else self.f.select(seen, x, hidden)
 
     def raw(self, product: Value) -> Value:
-        """scale * Q K^T, times log2(e) where there are no terms."""
+        """scale * Q K^T, times log2(e) unless the recipe is natural."""
         return product if self.recipe.scaled_queries else product * self.factor
 
     def reach(self, raw: Value, row: Value, v: int) -> Value:
-        """The score after all terms, in base 2."""
-        if not self.recipe.terms:
-            return raw
-        return self.formula.step(raw, self._distance(row, v), self._operands(row, v)) * LOG2E
+        """The score after all terms."""
+        return self.formula.step(raw, self._distance(row, v), self._operands(row, v))
+
+    def exponential(self, score: Value, shift: Value) -> Value:
+        """exp(score - shift)."""
+        x = score - shift
+        return exp2(self.f, x * LOG2E if self.recipe.natural else x)
 
     def dreach(self, dscore: Value, raw: Value, row: Value, v: int) -> Value:
         """The gradient of scale * Q K^T from that of the score."""
@@ -127,16 +133,15 @@ def softmax_step(module: Module, target: Target, name: str, recipe: Recipe, part
     f = module.function(name, scores=PTR, weights=PTR, count=I64, state=PTR, **_CONTEXT)
     tile, vectors = _ScoreTile(f, target, recipe, partial), range(recipe.vectors)
     state = [[(f.args.state + (part * tile.row_size + v * tile.size)) for v in vectors] for part in range(3)]
-    rewritten = bool(recipe.terms)
-    new_max = _tile_max(tile, rewritten)
+    new_max = _tile_max(tile)
     row_max = [place.load(tile.vector) for place in state[0]]
-    if recipe.paired and not rewritten:
+    if recipe.paired and not recipe.natural:
         new_max = [x * tile.factor for x in new_max]
     new_max = [f.largest(a, b) for a, b in zip(new_max, row_max, strict=True)]
     # A row that has seen nothing has row_max -inf; -inf - -inf would be NaN.
     finite = [f.select(x.equals(float("-inf")), f.constant(0.0, x.type), x) for x in new_max]
-    rescale = [exp2(f, old - new) for old, new in zip(row_max, finite, strict=True)]
-    sums = _tile_weights(tile, finite, rewritten)
+    rescale = [tile.exponential(old, new) for old, new in zip(row_max, finite, strict=True)]
+    sums = _tile_weights(tile, finite)
     for v in vectors:
         state[0][v].store(new_max[v])
         state[1][v].store(f.fma(state[1][v].load(tile.vector), rescale[v], sums[v]))
@@ -144,9 +149,9 @@ def softmax_step(module: Module, target: Target, name: str, recipe: Recipe, part
     return f
 
 
-def _tile_max(tile: _ScoreTile, rewrite: bool) -> list[Value]:
-    """The largest score of each lane; with terms, the finished scores replace the raw ones."""
-    f, scores = tile.f, tile.f.args.scores
+def _tile_max(tile: _ScoreTile) -> list[Value]:
+    """The largest score of each lane; natural scores are finished on the way and written back."""
+    f, scores, rewrite = tile.f, tile.f.args.scores, tile.recipe.natural
     largest = [f.variable(float("-inf"), tile.vector) for _ in range(tile.recipe.vectors)]
     with f.loop(0, f.args.count) as row:
         for v, found in enumerate(largest):
@@ -161,7 +166,7 @@ def _tile_max(tile: _ScoreTile, rewrite: bool) -> list[Value]:
     return [found.value for found in largest]
 
 
-def _tile_weights(tile: _ScoreTile, row_max: list[Value], finished: bool) -> list[Value]:
+def _tile_weights(tile: _ScoreTile, row_max: list[Value]) -> list[Value]:
     """Write the weights and return their sums by lane."""
     f = tile.f
     sums = [f.variable(0.0, tile.vector) for _ in row_max]
@@ -169,8 +174,10 @@ def _tile_weights(tile: _ScoreTile, row_max: list[Value], finished: bool) -> lis
 
     def weight(row: Value, v: int) -> Value:
         x = (f.args.scores + tile.at(row, v)).load(tile.vector)
-        direct = finished or not tile.recipe.paired
-        x = exp2(f, x - row_max[v] if direct else f.fma(x, tile.factor, negated[v]))
+        if tile.recipe.paired and not tile.recipe.natural:
+            x = exp2(f, f.fma(x, tile.factor, negated[v]))
+        else:
+            x = tile.exponential(x, row_max[v])
         x = tile.masked(x, row, v, -0.0)
         sums[v].value = sums[v].value + x
         return x
@@ -197,7 +204,7 @@ def _store_pair(tile: _ScoreTile, row: Value, v: int, low: Value, high: Value) -
 def dsoftmax_step(module: Module, target: Target, name: str, recipe: Recipe, partial: bool) -> Function:
     """Scores become weights P, and dP becomes dS = P * (dP - delta), carried back through the terms.
 
-    `state` holds lse in base 2 and delta, a panel each. fp32 results overwrite their sources; paired ones go to
+    `state` holds lse (in base 2 unless natural) and delta, a panel each. fp32 results overwrite their sources; paired ones go to
     `weight_rows` and `dscore_rows`, pairs along the queries, and `dscore_pairs`, pairs along the keys. `dbias` receives
     the gradient before the terms, where a bias wants it.
     """
@@ -235,10 +242,10 @@ class _GradientStep:
         tile, f = self.tile, self.tile.f
         product, dweight = ((x + tile.at(row, v)).load(tile.vector) for x in (f.args.scores, f.args.dscores))
         raw = tile.raw(product)
-        if tile.recipe.paired and not tile.recipe.terms:
+        if tile.recipe.paired and not tile.recipe.natural:
             weight = exp2(f, f.fma(product, tile.factor, -self.lse[v]))
         else:
-            weight = exp2(f, tile.reach(raw, row, v) - self.lse[v])
+            weight = tile.exponential(tile.reach(raw, row, v), self.lse[v])
         weight = tile.masked(weight, row, v, -0.0)
         dscore = weight * (dweight - self.delta[v])
         if tile.recipe.dbias:

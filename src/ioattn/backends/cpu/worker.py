@@ -11,7 +11,7 @@ from ioattn.backends.cpu.arguments import Arguments, Scratch, Sequence, clamped
 from ioattn.backends.cpu.ir import F32, I64, PTR, Function, Module, Type, Value
 from ioattn.backends.cpu.jit import ENTRY, Target
 from ioattn.backends.cpu.softmax import UNBOUNDED, Recipe
-from ioattn.backends.cpu.tiles import Layout, product, tile_of
+from ioattn.backends.cpu.tiles import Layout, product, tile_of, widest
 
 
 class Panel(NamedTuple):
@@ -76,6 +76,27 @@ class Worker:
         return product(
             self.module, self.target, name, tile, layout, start=start, paired=self.recipe.paired, guard=guard
         )
+
+    def row_product(self, name: str, weights_row: int | None = None, guard: str = "") -> Function:
+        """acc[row] += weights[row][depth] rows[depth]: lanes are columns of the head dimension, in groups of vectors."""
+        module, target, paired = self.module, self.target, self.recipe.paired
+        f = module.function(
+            name, weights=PTR, weights_row=I64, rows=PTR, row=I64, acc=PTR, acc_row=I64, count=I64, depth=I64,
+            vectors=I64,
+        )  # fmt: skip
+        a, layout, size = f.args, Layout(a_row=weights_row, a_step=4), 4 * target.lanes
+        first: Value | int = 0
+        for vectors in sorted({widest(target), 2, 1}, reverse=True):
+            tile = tile_of(target, vectors)
+            one = product(module, target, f"{name}_{vectors}", tile, layout, start="add", paired=paired, guard=guard)
+            end = a.vectors - (a.vectors - first) % vectors
+            with f.loop(first, end, vectors) as at:
+                f.call(
+                    one, a.weights, a.weights_row, 0, a.rows + at * size, a.row, a.acc + at * size, a.acc_row, a.count,
+                    a.depth, a.acc,
+                )  # fmt: skip
+            first = end
+        return f
 
     def depth(self, count: Value) -> Value:
         """Steps of a product over `count` elements."""
