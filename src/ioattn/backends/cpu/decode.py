@@ -14,7 +14,7 @@ from ioattn.backends.cpu.arguments import Sequence
 from ioattn.backends.cpu.ir import F32, I32, I64, PTR, Function, Module, Type, Value
 from ioattn.backends.cpu.jit import Target
 from ioattn.backends.cpu.softmax import Recipe
-from ioattn.backends.cpu.tiles import LN2, LOG2E, exp2, log2
+from ioattn.backends.cpu.tiles import LOG2E, add_log, exp2
 from ioattn.backends.cpu.worker import Worker
 
 STATE_WORDS = 16
@@ -260,5 +260,5 @@ def _merge_row(module: Module, target: Target, dtype: str) -> Function:
             place.store(f.fma(weight, part, place.load(vector)))
     total = row_sum.value
     a.factor.store(f.select(total.equals(0.0), f.constant(0.0, F32), 1.0 / total))
-    a.lse.store(f.fma(LN2, log2(f, total), row_max.value))
+    a.lse.store(add_log(f, row_max.value, total))
     return f

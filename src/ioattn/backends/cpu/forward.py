@@ -14,7 +14,7 @@ from ioattn.backends.cpu.arguments import Sequence
 from ioattn.backends.cpu.ir import F32, I64, PTR, Function, Module, Type, Value
 from ioattn.backends.cpu.jit import Target
 from ioattn.backends.cpu.softmax import Recipe, softmax_step
-from ioattn.backends.cpu.tiles import LN2, LOG2E, log2
+from ioattn.backends.cpu.tiles import LN2, LOG2E, add_log
 from ioattn.backends.cpu.worker import Panel, Seen, Worker
 
 
@@ -176,9 +176,8 @@ def _finish_state(module: Module, target: Target, recipe: Recipe) -> Function:
         row_max, row_sum = ((f.args.state + (part * vectors + v) * size).load(vector) for part in range(2))
         inverse = 1.0 / row_sum
         (f.args.factors + v * size).store(f.select(row_sum.equals(0.0), f.constant(0.0, vector), inverse))
-        log_sum = log2(f, row_sum)
-        lse = f.fma(LN2, log_sum, row_max) if recipe.natural else (row_max + log_sum) * LN2
-        (f.args.state + v * size).store(lse)
+        row_max = row_max if recipe.natural else row_max * LN2
+        (f.args.state + v * size).store(add_log(f, row_max, row_sum))
     with f.loop(0, f.args.rows) as row:
         (f.args.lse + row * 4).store((f.args.state + row * 4).load(F32))
     return f

@@ -21,7 +21,7 @@ from ioattn.backends.cpu.decode import STATE_WORDS, decode
 from ioattn.backends.cpu.forward import forward
 from ioattn.backends.cpu.jit import Target
 from ioattn.backends.cpu.softmax import Recipe
-from ioattn.backends.cpu.tiles import LN2, LOG2E, widest
+from ioattn.backends.cpu.tiles import LOG2E, widest
 from ioattn.problem import DTYPES, Problem
 
 _FAR = 2**40
@@ -103,7 +103,7 @@ def _recipe(problem: Problem, target: Target, bias: torch.dtype | None, dbias: b
         vectors=_vectors(target, problem.len_q),
         paired=paired,
         staged=problem.alignment == 0 or (not whole if paired else dtype != "fp32"),
-        natural=bool(problem.terms) or problem.sinks,
+        natural=not paired or bool(problem.terms) or problem.sinks,
         terms=tuple(term.name for term in problem.terms),
         bias=None if bias is None else DTYPES[bias],
         mask=problem.mask is not None,
@@ -211,8 +211,8 @@ def _plan_decode(problem: Problem, lse: tuple[int, ...], bias: torch.dtype | Non
     target = _host()
     recipe = _recipe(problem, target, bias, dbias=False)
     whole = problem.dim % target.lanes == 0 and problem.dim_v % target.lanes == 0
-    recipe = recipe._replace(vectors=1, paired=False, natural=True, staged=recipe.dtype != "fp32" or not whole)
-    recipe = recipe._replace(staged=recipe.staged or problem.alignment == 0)
+    staged = recipe.dtype != "fp32" or not whole or problem.alignment == 0
+    recipe = recipe._replace(vectors=1, paired=False, natural=True, staged=staged)
     values = _common_values(problem, target, recipe)
     dim, dim_v, keys = values["dim_padded"], values["dim_v_padded"], FORWARD_KEYS
     rows = problem.group * problem.len_q
@@ -278,8 +278,8 @@ def plan_backward(problem: Problem, lse: tuple[int, ...], bias: torch.dtype | No
         "partial_head": rows * problem.dim * 4,
         "partial_batch": problem.heads * rows * problem.dim * 4,
         "partial_chunk": (1 if problem.packed else problem.batch) * problem.heads * rows * problem.dim * 4,
-        # Queries that were scaled when they were packed give dk scaled, and with log2(e) unless natural.
-        "key_gradient_factor": problem.scale if recipe.paired else 1.0 if recipe.natural else LN2,
+        # Queries that were scaled when they were packed give dk scaled.
+        "key_gradient_factor": problem.scale if recipe.paired else 1.0,
         "workspace_step": scratch,
         **_lse_strides(lse),
         **offsets,

@@ -30,8 +30,8 @@ class Recipe(NamedTuple):
     """What a worker is compiled for; everything else is a run-time argument.
 
     `vectors` is the width of a query panel. `paired` products read bfloat16 as it is, others fp32; `staged` copies keys
-    and values to scratch first, because of their type or their strides. `natural` scores are in natural units; others
-    carry log2(e) from the start, which saves an instruction and has no room for a bias of -3.4e38.
+    and values to scratch first, because of their type or their strides. Scores are in `natural` units, or carry log2(e)
+    from the start: that saves an instruction, costs the last bit and has no room for a bias of -3.4e38.
     """
 
     dtype: str
@@ -63,6 +63,9 @@ class _ScoreTile:
         self.words = Type("i32", target.lanes)
         self.size, self.row_size = 4 * target.lanes, 4 * target.lanes * recipe.vectors
         self.formula = recipe.formula
+        # Without terms the scale of paired scores, which is positive, can wait for the exponential.
+        self.scales_later = recipe.paired and not recipe.natural
+        self.rewrites = bool(recipe.terms) or (recipe.paired and recipe.natural)
         self.lanes = [f.lane_numbers(target.lanes) + v * target.lanes for v in range(recipe.vectors)]
         self.factor = f.constant(f.args.factor, self.vector)
         operands = {"softcap": f.args.softcap, "alibi": f.args.slope}
@@ -135,7 +138,7 @@ def softmax_step(module: Module, target: Target, name: str, recipe: Recipe, part
     state = [[(f.args.state + (part * tile.row_size + v * tile.size)) for v in vectors] for part in range(3)]
     new_max = _tile_max(tile)
     row_max = [place.load(tile.vector) for place in state[0]]
-    if recipe.paired and not recipe.natural:
+    if tile.scales_later:
         new_max = [x * tile.factor for x in new_max]
     new_max = [f.largest(a, b) for a, b in zip(new_max, row_max, strict=True)]
     # A row that has seen nothing has row_max -inf; -inf - -inf would be NaN.
@@ -150,8 +153,8 @@ def softmax_step(module: Module, target: Target, name: str, recipe: Recipe, part
 
 
 def _tile_max(tile: _ScoreTile) -> list[Value]:
-    """The largest score of each lane; natural scores are finished on the way and written back."""
-    f, scores, rewrite = tile.f, tile.f.args.scores, tile.recipe.natural
+    """The largest score of each lane; what changes on the way is written back."""
+    f, scores, rewrite = tile.f, tile.f.args.scores, tile.rewrites
     largest = [f.variable(float("-inf"), tile.vector) for _ in range(tile.recipe.vectors)]
     with f.loop(0, f.args.count) as row:
         for v, found in enumerate(largest):
@@ -174,7 +177,7 @@ def _tile_weights(tile: _ScoreTile, row_max: list[Value]) -> list[Value]:
 
     def weight(row: Value, v: int) -> Value:
         x = (f.args.scores + tile.at(row, v)).load(tile.vector)
-        if tile.recipe.paired and not tile.recipe.natural:
+        if tile.scales_later:
             x = exp2(f, f.fma(x, tile.factor, negated[v]))
         else:
             x = tile.exponential(x, row_max[v])
@@ -204,9 +207,9 @@ def _store_pair(tile: _ScoreTile, row: Value, v: int, low: Value, high: Value) -
 def dsoftmax_step(module: Module, target: Target, name: str, recipe: Recipe, partial: bool) -> Function:
     """Scores become weights P, and dP becomes dS = P * (dP - delta), carried back through the terms.
 
-    `state` holds lse (in base 2 unless natural) and delta, a panel each. fp32 results overwrite their sources; paired ones go to
-    `weight_rows` and `dscore_rows`, pairs along the queries, and `dscore_pairs`, pairs along the keys. `dbias` receives
-    the gradient before the terms, where a bias wants it.
+    `state` holds lse (in base 2 unless natural) and delta, a panel each. fp32 results overwrite their sources; paired
+    ones go to `weight_rows` and `dscore_rows`, pairs along the queries, and `dscore_pairs`, pairs along the keys. `dbias`
+    receives the gradient before the terms, where a bias wants it.
     """
     outputs = {"weight_rows": PTR, "dscore_rows": PTR, "dscore_pairs": PTR, "dbias": PTR}
     f = module.function(name, scores=PTR, dscores=PTR, count=I64, state=PTR, **_CONTEXT, **outputs)
@@ -242,7 +245,7 @@ class _GradientStep:
         tile, f = self.tile, self.tile.f
         product, dweight = ((x + tile.at(row, v)).load(tile.vector) for x in (f.args.scores, f.args.dscores))
         raw = tile.raw(product)
-        if tile.recipe.paired and not tile.recipe.natural:
+        if tile.scales_later:
             weight = exp2(f, f.fma(product, tile.factor, -self.lse[v]))
         else:
             weight = tile.exponential(tile.reach(raw, row, v), self.lse[v])

@@ -200,18 +200,24 @@ def exp2(f: Function, x: Value) -> Value:
     return total * (shifted.bits(x.type.of(I32)) << 23).bits(x.type)
 
 
-def log2(f: Function, x: Value) -> Value:
-    """The binary logarithm of a positive number; NaN for NaN."""
+def add_log(f: Function, a: Value, x: Value) -> Value:
+    """`a + log(x)` of a positive x, with no rounding but the last that is felt; NaN for NaN."""
     word = x.bits(x.type.of(I32))
     # The exponent at which the mantissa lies in [sqrt(1/2), sqrt(2)).
-    exponent = ((word - 0x3F3504F3) & -0x800000).bits(x.type.of(I32))
+    exponent = word - 0x3F3504F3 & -0x800000
     mantissa = (word - exponent).bits(x.type)
     ratio = (mantissa - 1.0) / (mantissa + 1.0)
     square = ratio * ratio
-    total = f.constant(2.0 * LOG2E / 9.0, x.type)
+    total = f.constant(2.0 / 9.0, x.type)
     for power in (7, 5, 3, 1):
-        total = f.fma(total, square, f.constant(2.0 * LOG2E / power, x.type))
-    result = f.fma(ratio, total, exponent.to(F32) * 2.0**-23)
+        total = f.fma(total, square, f.constant(2.0 / power, x.type))
+    whole = exponent.to(F32) * 2.0**-23
+    # 0.693145751953125 has 15 trailing zeros: its product with an exponent is exact.
+    high, low = whole * 0.693145751953125, f.fma(1.428606820309417e-06, whole, ratio * total)
+    result = a + high
+    part = result - a
+    lost = (a - (result - part)) + (high - part)
+    result = f.select(f.magnitude(a).equals(float("inf")), a, result + (lost + low))
     return f.select(x.differs(x), x, result)
 
 
