@@ -71,7 +71,7 @@ def backward(
         end = _ends(tensors)[1]
         grads.dk[end:] = 0
         grads.dv[end:] = 0
-    if grads.dbias is not None and dbias is not grads.dbias:
+    if grads.dbias is not None and dbias is not None and dbias is not grads.dbias:
         grads.dbias.copy_(dbias)
     if grads.dsinks is not None:
         grads.dsinks.copy_(_sink_gradient(problem, tensors, out, lse, dout, dlse))
@@ -128,4 +128,3 @@ def _planned(problem: Problem, options: tuple[Any, ...], make: Callable[[], Plan
             _plans.clear()
         _plans[key] = plan
     return plan
-

@@ -25,7 +25,8 @@ POINTERS = (*TENSORS, "lse", "dlse", "sinks", "slopes", "dsinks", "starts_q", "s
 FLOATS = ("query_factor", "factor", "softcap", "scale", "key_gradient_factor", "one")
 NUMBERS = (
     "workspace_step",
-    "batches", "heads", "group", "len_q", "len_k", "dim", "dim_v", "dim_padded", "dim_v_padded", "dim_words", "dim_v_words",
+    "batches", "heads", "group", "len_q", "len_k",
+    "dim", "dim_v", "dim_padded", "dim_v_padded", "dim_words", "dim_v_words",
     "lo", "hi", "shift", "bottom_right",
     "lse_batch", "lse_head", "dlse_batch", "dlse_head", "dlse_row",
     "blocks", "block_rows", "block_keys", "chunks", "chunk_keys", "batch_members", "head_members",
@@ -59,6 +60,7 @@ class Arguments:
         return self.slot(name).load(kind)
 
     def slot(self, name: str) -> Value:
+        """The address of a slot."""
         return self.block + 8 * SLOTS[name]
 
     def given(self, pointer: str) -> Value:
@@ -72,7 +74,7 @@ class Arguments:
         return base + by_batch * batch + by_head * head + by_row * row
 
     def scratch(self) -> Scratch:
-        """This thread's part of the workspace; to be asked once per worker."""
+        """One thread's part of the workspace; to be asked once per worker."""
         thread = self.f.fetch_add(self.slot("thread"), 1)
         return Scratch(self, self.workspace + thread * self.workspace_step)
 
@@ -119,6 +121,7 @@ class Sequence:
         return self.args.row(tensor, self.batch, head, self.start_k + row)
 
     def lse(self, head: Value, row: Value | int) -> Value:
+        """The address of the lse of query `row`."""
         args = self.args
         return args.lse + (args.lse_batch * self.batch + args.lse_head * head + (self.start_q + row) * 4)
 

@@ -254,9 +254,7 @@ class _Backward(Worker):
         scale = args.slot("scale")
         with f.when(args.chunks.equals(1)):
             dq = seq.query("dq", panel.head, panel.row)
-            f.call(
-                self.unstage_gradient, rows, row_bytes, dq, args.dq_row, args.dq_col, panel.rows, args.dim, scale, 0
-            )
+            f.call(self.unstage_gradient, rows, row_bytes, dq, args.dq_row, args.dq_col, panel.rows, args.dim, scale, 0)
         with f.unless(args.chunks.equals(1)):
             dq = args.partial + (
                 args.partial_chunk * chunk.number
@@ -279,11 +277,21 @@ class _Backward(Worker):
 
 
 def _start_gradient(module: Module, target: Target, recipe: Recipe) -> Function:
-    """lse, in the unit of the scores, and delta of a panel; a query that saw nothing gets lse inf, so that its weights are 0."""
+    """lse, in the unit of the scores, and delta; a query that saw nothing gets lse inf, so that its weights are 0."""
     f = module.function(
-        "start_gradient", state=PTR, lse=PTR, dlse=PTR, dlse_row=I64, has_dlse=I64, rows=I64, dout=PTR, out=PTR,
-        row_bytes=I64,
-    )  # fmt: skip
+        "start_gradient",
+        {
+            "state": PTR,
+            "lse": PTR,
+            "dlse": PTR,
+            "dlse_row": I64,
+            "has_dlse": I64,
+            "rows": I64,
+            "dout": PTR,
+            "out": PTR,
+            "row_bytes": I64,
+        },
+    )
     a, panel_rows = f.args, recipe.vectors * target.lanes
     vector = Type("float", target.lanes)
     with f.loop(0, a.rows) as row:
@@ -306,7 +314,7 @@ def _start_gradient(module: Module, target: Target, recipe: Recipe) -> Function:
 
 def _clear(module: Module, target: Target) -> Function:
     """Zero `words` 32-bit words, whole vectors."""
-    f = module.function("clear", dst=PTR, words=I64)
+    f = module.function("clear", {"dst": PTR, "words": I64})
     with f.loop(0, f.args.words, target.lanes) as at:
         (f.args.dst + at * 4).store(f.constant(0.0, Type("float", target.lanes)))
     return f
@@ -314,7 +322,7 @@ def _clear(module: Module, target: Target) -> Function:
 
 def _sum_queries(module: Module, target: Target, vectors: int) -> Function:
     """Add the sum over a panel's queries of each row of a tile to `dst`."""
-    f = module.function("sum_queries", tile=PTR, dst=PTR, col=I64, count=I64)
+    f = module.function("sum_queries", {"tile": PTR, "dst": PTR, "col": I64, "count": I64})
     vector, size = Type("float", target.lanes), 4 * target.lanes
     with f.loop(0, f.args.count) as row:
         parts = [(f.args.tile + (row * vectors + v) * size).load(vector) for v in range(vectors)]

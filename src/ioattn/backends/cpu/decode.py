@@ -1,13 +1,13 @@
 """The forward for few queries: lanes run along the head dimension, so that keys and values are read at full width.
 
 A task is a chunk of keys of one key/value head, for all queries that read it: the whole group of a grouped-query
-problem shares each row of k and v. A task leaves row_max, row_sum and acc of its queries in the `partial` workspace; who
-finishes the last chunk of a head merges them, in the order of the chunks.
+problem shares each row of k and v. A task leaves row_max, row_sum and acc of its queries in the `partial` workspace;
+whoever finishes the last chunk of a head merges them, in the order of the chunks.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from ioattn.backends.cpu import packing
 from ioattn.backends.cpu.arguments import Sequence
@@ -26,7 +26,8 @@ def decode(target: Target, recipe: Recipe) -> str:
     return str(_Decode(target, recipe).module)
 
 
-class _Row(NamedTuple):
+@dataclass(frozen=True)
+class _Row:
     """One query of one head, number `index` of those that share a key/value head."""
 
     seq: Sequence
@@ -143,8 +144,8 @@ class _Decode(Worker):
             sink.value = (args.sinks + row.head * 4).load(F32)
         lse, states = row.seq.lse(row.head, row.query), states + row.index * self._row_bytes()
         f.call(
-            self.merge_row, states, args.partial_chunk, args.chunks, sink.value, scratch.out_rows, args.dim_v_padded, lse,
-            scratch.factors,
+            self.merge_row, states, args.partial_chunk, args.chunks, sink.value, scratch.out_rows, args.dim_v_padded,
+            lse, scratch.factors,
         )  # fmt: skip
         out = row.seq.query("out", row.head, row.query)
         f.call(self.unstage_out, scratch.out_rows, 0, out, 0, args.out_col, 1, args.dim_v, scratch.factors, 0)
@@ -152,7 +153,7 @@ class _Decode(Worker):
 
 def _row_scores(module: Module, target: Target) -> Function:
     """The scores of one query against `count` keys, four keys at a time."""
-    f = module.function("row_scores", q=PTR, k=PTR, k_row=I64, count=I64, dim=I64, scores=PTR)
+    f = module.function("row_scores", {"q": PTR, "k": PTR, "k_row": I64, "count": I64, "dim": I64, "scores": PTR})
     a, vector = f.args, Type("float", target.lanes)
     whole = a.count - a.count % 4
     for first, stop, keys in ((0, whole, 4), (whole, a.count, 1)):
@@ -174,9 +175,21 @@ def _row_softmax(module: Module, target: Target, recipe: Recipe) -> Function:
     Lanes are keys. Keys `first` to `last` of the block are visible; key j is abs(diagonal - j) away.
     """
     f = module.function(
-        "row_softmax", scores=PTR, count=I64, state=PTR, acc_words=I64, first=I64, last=I64, diagonal=I64, softcap=F32,
-        slope=F32, bias=PTR, mask=PTR,
-    )  # fmt: skip
+        "row_softmax",
+        {
+            "scores": PTR,
+            "count": I64,
+            "state": PTR,
+            "acc_words": I64,
+            "first": I64,
+            "last": I64,
+            "diagonal": I64,
+            "softcap": F32,
+            "slope": F32,
+            "bias": PTR,
+            "mask": PTR,
+        },
+    )
     a, lanes = f.args, target.lanes
     vector, words = Type("float", lanes), Type("i32", lanes)
     formula = recipe.formula
@@ -229,7 +242,7 @@ def _row_softmax(module: Module, target: Target, recipe: Recipe) -> Function:
 
 def _start_row(module: Module, target: Target) -> Function:
     """row_max -inf, row_sum 0 and acc 0."""
-    f = module.function("start_row", state=PTR, acc_words=I64)
+    f = module.function("start_row", {"state": PTR, "acc_words": I64})
     f.args.state.store(f.constant(float("-inf"), F32))
     (f.args.state + 4).store(f.constant(0.0, F32))
     with f.loop(0, f.args.acc_words, target.lanes) as at:
@@ -240,7 +253,17 @@ def _start_row(module: Module, target: Target) -> Function:
 def _merge_row(module: Module, target: Target, dtype: str) -> Function:
     """Chunks of one query become its acc, 1 / row_sum and lse; a sink counts as one chunk whose value is zero."""
     f = module.function(
-        "merge_row", states=PTR, step=I64, chunks=I64, sink=F32, acc=PTR, acc_words=I64, lse=PTR, factor=PTR
+        "merge_row",
+        {
+            "states": PTR,
+            "step": I64,
+            "chunks": I64,
+            "sink": F32,
+            "acc": PTR,
+            "acc_words": I64,
+            "lse": PTR,
+            "factor": PTR,
+        },
     )
     a, vector = f.args, Type("float", target.lanes)
     row_max = f.variable(a.sink)

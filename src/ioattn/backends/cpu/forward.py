@@ -88,9 +88,7 @@ class _Forward(Worker):
         sink = f.variable(float("-inf"), F32)
         with f.when(args.given("sinks")):
             sink.value = (args.sinks + panel.head * 4).load(F32)
-        f.call(
-            self.start_state, self._state(panel), self._acc(panel), args.dim_v_padded * self.panel_rows, sink.value
-        )
+        f.call(self.start_state, self._state(panel), self._acc(panel), args.dim_v_padded * self.panel_rows, sink.value)
 
     def _key_block(self, seq: Sequence, head: Value, first: Value, count: Value) -> _KeyBlock:
         """Keys and values of a block, where the products can read them."""
@@ -156,7 +154,7 @@ class _Forward(Worker):
 
 def _start_state(module: Module, target: Target, recipe: Recipe) -> Function:
     """acc 0, and row_max and row_sum before the first key: a sink counts as one key whose value is zero."""
-    f = module.function("start_state", state=PTR, acc=PTR, acc_words=I64, sink=F32)
+    f = module.function("start_state", {"state": PTR, "acc": PTR, "acc_words": I64, "sink": F32})
     vector, size, vectors = Type("float", target.lanes), 4 * target.lanes, recipe.vectors
     sink = f.args.sink if recipe.natural else f.args.sink * LOG2E
     row_sum = f.select(sink.equals(float("-inf")), f.constant(0.0, F32), 1.0)
@@ -170,7 +168,7 @@ def _start_state(module: Module, target: Target, recipe: Recipe) -> Function:
 
 def _finish_state(module: Module, target: Target, recipe: Recipe) -> Function:
     """1 / row_sum to `factors` (0 for a row that saw nothing), and row_max + log(row_sum) to `lse`."""
-    f = module.function("finish_state", state=PTR, factors=PTR, lse=PTR, rows=I64)
+    f = module.function("finish_state", {"state": PTR, "factors": PTR, "lse": PTR, "rows": I64})
     vector, size, vectors = Type("float", target.lanes), 4 * target.lanes, recipe.vectors
     for v in range(vectors):
         row_max, row_sum = ((f.args.state + (part * vectors + v) * size).load(vector) for part in range(2))

@@ -28,6 +28,7 @@ class Type(NamedTuple):
 
     @property
     def is_float(self) -> bool:
+        """Whether the elements are floating point numbers."""
         return self.element in FLOATS
 
     def of(self, element: Type) -> Type:
@@ -45,8 +46,8 @@ class Value:
 
     __slots__ = ("function", "name", "type")
 
-    def __init__(self, function: Function, type: Type, name: str):
-        self.function, self.type, self.name = function, type, name
+    def __init__(self, function: Function, kind: Type, name: str):
+        self.function, self.type, self.name = function, kind, name
 
     def __add__(self, other: Operand) -> Value:
         if self.type == PTR:
@@ -114,16 +115,17 @@ class Value:
         """Whether they are unequal; true for a NaN."""
         return self.function.compare("ne", self, other)
 
-    def load(self, type: Type) -> Value:
+    def load(self, kind: Type) -> Value:
         """What this pointer points at."""
-        return self.function.emit(type, f"load {type}, ptr {self.name}, align 1")
+        return self.function.emit(kind, f"load {kind}, ptr {self.name}, align 1")
 
     def store(self, value: Value) -> None:
+        """Write to where this pointer points."""
         self.function.line(f"store {value.type} {value.name}, ptr {self.name}, align 1")
 
-    def bits(self, type: Type) -> Value:
-        """The same bits read as another type."""
-        return self.function.convert("bitcast", self, type)
+    def bits(self, kind: Type) -> Value:
+        """The same bits read as another kind."""
+        return self.function.convert("bitcast", self, kind)
 
     def to(self, element: Type) -> Value:
         """The nearest value of another element type; integers are signed, bool is 0 or 1."""
@@ -140,11 +142,12 @@ Operand: TypeAlias = "Value | int | float"
 class Variable:
     """A named place on the stack: read and write `value`."""
 
-    def __init__(self, function: Function, type: Type, place: str):
-        self._function, self._type, self._place = function, type, place
+    def __init__(self, function: Function, kind: Type, place: str):
+        self._function, self._type, self._place = function, kind, place
 
     @property
     def value(self) -> Value:
+        """What the variable holds at this point of the program."""
         return self._function.emit(self._type, f"load {self._type}, ptr {self._place}")
 
     @value.setter
@@ -160,17 +163,15 @@ class Module:
         self._functions: dict[str, Function] = {}
         self._intrinsics: set[str] = set()
 
-    def function(self, name: str, exported: bool = False, **arguments: Type) -> Function:
+    def function(self, name: str, arguments: dict[str, Type], exported: bool = False) -> Function:
         """A new function without a result; only an exported one can be looked up after compiling."""
         if name in self._functions:
             raise ValueError(f"function {name!r} exists; names must be unique in a module")
         self._functions[name] = Function(self, name, exported, arguments)
         return self._functions[name]
 
-    def find(self, name: str) -> Function | None:
-        return self._functions.get(name)
-
     def declare(self, result: str, name: str, arguments: str) -> None:
+        """Note an intrinsic that some function calls."""
         self._intrinsics.add(f"declare {result} @{name}({arguments})")
 
     def __str__(self) -> str:
@@ -196,37 +197,38 @@ class Function:
         return "\n".join([self._head, *self._stack, "br label %body", "body:", *self._lines, "ret void", "}"])
 
     def line(self, text: str) -> None:
+        """Append a line that has no result."""
         self._lines.append(text)
 
     def _name(self) -> str:
         self._count += 1
         return f"%t{self._count}"
 
-    def emit(self, type: Type, text: str) -> Value:
+    def emit(self, kind: Type, text: str) -> Value:
         """Append an instruction and return its result."""
         name = self._name()
         self._lines.append(f"{name} = {text}")
-        return Value(self, type, name)
+        return Value(self, kind, name)
 
-    def constant(self, x: Operand, type: Type = I64) -> Value:
-        """`x` as a value of `type`: numbers become constants, a scalar is copied to every lane."""
+    def constant(self, x: Operand, kind: Type = I64) -> Value:
+        """`x` as a value of `kind`: numbers become constants, a scalar is copied to every lane."""
         if isinstance(x, Value):
-            return self._splat(x, type) if x.type != type else x
-        if type.lanes:
-            inner = ", ".join([f"{type.element} {_literal(x, type)}"] * type.lanes)
-            return Value(self, type, f"<{inner}>")
-        return Value(self, type, _literal(x, type))
+            return self._splat(x, kind) if x.type != kind else x
+        if kind.lanes:
+            inner = ", ".join([f"{kind.element} {_literal(x, kind)}"] * kind.lanes)
+            return Value(self, kind, f"<{inner}>")
+        return Value(self, kind, _literal(x, kind))
 
     def lane_numbers(self, lanes: int, element: Type = I32) -> Value:
         """The vector 0, 1, 2, ..."""
         return Value(self, Type(element.element, lanes), f"<{', '.join(f'{element} {i}' for i in range(lanes))}>")
 
-    def _splat(self, x: Value, type: Type) -> Value:
-        if x.type.lanes or x.type.element != type.element:
-            raise TypeError(f"{x.type} given where {type} is needed; convert it first")
-        first = self.emit(type, f"insertelement {type} poison, {x.type} {x.name}, i32 0")
+    def _splat(self, x: Value, kind: Type) -> Value:
+        if x.type.lanes or x.type.element != kind.element:
+            raise TypeError(f"{x.type} given where {kind} is needed; convert it first")
+        first = self.emit(kind, f"insertelement {kind} poison, {x.type} {x.name}, i32 0")
         return self.emit(
-            type, f"shufflevector {type} {first.name}, {type} poison, <{type.lanes} x i32> zeroinitializer"
+            kind, f"shufflevector {kind} {first.name}, {kind} poison, <{kind.lanes} x i32> zeroinitializer"
         )
 
     def _pair(self, a: Operand, b: Operand) -> tuple[Value, Value]:
@@ -236,11 +238,13 @@ class Function:
         return self.constant(a, b.type), b
 
     def binary(self, operation: str, a: Operand, b: Operand) -> Value:
+        """An instruction on two operands of one type, at least one of them a value."""
         x, y = self._pair(a, b)
         prefix = "f" if x.type.is_float else ""
         return self.emit(x.type, f"{prefix}{operation} {x.type} {x.name}, {y.name}")
 
     def compare(self, relation: str, a: Operand, b: Operand) -> Value:
+        """An ordered comparison: false for a NaN, except "ne"."""
         x, y = self._pair(a, b)
         if x.type.is_float:
             kind, code = "fcmp", "une" if relation == "ne" else f"o{relation}"
@@ -249,20 +253,24 @@ class Function:
         return self.emit(x.type.of(I1), f"{kind} {code} {x.type} {x.name}, {y.name}")
 
     def negate(self, x: Value) -> Value:
+        """The same number with the other sign."""
         if x.type.is_float:
             return self.emit(x.type, f"fneg {x.type} {x.name}")
         return self.binary("sub", 0, x)
 
     def offset(self, pointer: Value, by: Operand) -> Value:
+        """A pointer `by` bytes further on."""
         step = self.constant(by)
         return self.emit(PTR, f"getelementptr i8, ptr {pointer.name}, i64 {step.name}")
 
-    def convert(self, operation: str, x: Value, type: Type) -> Value:
-        if x.type == type:
+    def convert(self, operation: str, x: Value, kind: Type) -> Value:
+        """A conversion by its LLVM name, nothing if the type is right already."""
+        if x.type == kind:
             return x
-        return self.emit(type, f"{operation} {x.type} {x.name} to {type}")
+        return self.emit(kind, f"{operation} {x.type} {x.name} to {kind}")
 
     def cast(self, x: Value, element: Type) -> Value:
+        """The nearest value of another element type; see `Value.to`."""
         old, new = x.type, x.type.of(element)
         if old == new:
             return x
@@ -278,21 +286,16 @@ class Function:
         return self.convert("sext" if int(new.element[1:]) > int(old.element[1:]) else "trunc", x, new)
 
     def select(self, condition: Value, yes: Operand, no: Operand) -> Value:
+        """Lane by lane `yes` where the condition holds, else `no`."""
         x, y = self._pair(yes, no)
         mask = self.constant(condition, x.type.of(I1)) if x.type.lanes else condition
         return self.emit(x.type, f"select {mask.type} {mask.name}, {x.type} {x.name}, {y.type} {y.name}")
-
-    def either(self, condition: Value, yes: int, no: int) -> Value:
-        """One of two integers."""
-        return self.select(condition, self.constant(yes), no)
 
     def shuffle(self, a: Value, b: Value, order: list[int]) -> Value:
         """The lanes `order` of `a` followed by `b`."""
         result = Type(a.type.element, len(order))
         mask = ", ".join(f"i32 {lane}" for lane in order)
-        return self.emit(
-            result, f"shufflevector {a.type} {a.name}, {b.type} {b.name}, <{len(order)} x i32> <{mask}>"
-        )
+        return self.emit(result, f"shufflevector {a.type} {a.name}, {b.type} {b.name}, <{len(order)} x i32> <{mask}>")
 
     def intrinsic(self, name: str, result: Type, *arguments: Value) -> Value:
         """Call one of LLVM's own functions."""
@@ -331,15 +334,16 @@ class Function:
         return self.lane(x, 0)
 
     def lane(self, x: Value, index: int) -> Value:
+        """One element of a vector."""
         return self.emit(Type(x.type.element), f"extractelement {x.type} {x.name}, i32 {index}")
 
     def any(self, x: Value) -> Value:
         """Whether any lane of a vector of bits is set."""
         return self.intrinsic(f"llvm.vector.reduce.or.v{x.type.lanes}i1", I1, x)
 
-    def variable(self, start: Operand, type: Type = I64) -> Variable:
+    def variable(self, start: Operand, kind: Type = I64) -> Variable:
         """A stack variable that starts as `start`."""
-        kind = start.type if isinstance(start, Value) else type
+        kind = start.type if isinstance(start, Value) else kind
         place = self._name()
         self._stack.append(f"{place} = alloca {kind}")
         made = Variable(self, kind, place)
@@ -351,6 +355,7 @@ class Function:
         return self.emit(I64, f"atomicrmw add ptr {counter.name}, i64 {by} {ordering}")
 
     def call(self, callee: Function, *arguments: Operand) -> None:
+        """Call a function of this module."""
         values = [self.constant(x, kind) for x, kind in zip(arguments, callee._types, strict=True)]
         self.line(f"call void @{callee.name}({', '.join(f'{x.type} {x.name}' for x in values)})")
 
@@ -395,13 +400,13 @@ class Function:
         self.line(f"br label %{head}\n{done}:")
 
 
-def _suffix(type: Type) -> str:
-    short = {"float": "f32", "half": "f16", "bfloat": "bf16"}.get(type.element, type.element)
-    return f"v{type.lanes}{short}" if type.lanes else short
+def _suffix(kind: Type) -> str:
+    short = {"float": "f32", "half": "f16", "bfloat": "bf16"}.get(kind.element, kind.element)
+    return f"v{kind.lanes}{short}" if kind.lanes else short
 
 
-def _literal(x: int | float, type: Type) -> str:
-    if not type.is_float:
+def _literal(x: int | float, kind: Type) -> str:
+    if not kind.is_float:
         return str(int(x))
     if math.isnan(x):
         return "0x7FF8000000000000"

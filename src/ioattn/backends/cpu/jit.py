@@ -61,13 +61,13 @@ def unusable() -> str | None:
     except (ImportError, OSError, RuntimeError) as error:
         return f"llvmlite does not load ({error}); reinstall it with: pip install --force-reinstall llvmlite"
     if target is None:
-        return f"this CPU ({platform.machine()}) has no instruction set that is known here; AVX-512, AVX2 or NEON is needed"
+        return f"this CPU ({platform.machine()}) has no instruction set known here; AVX-512, AVX2 or NEON is needed"
     return None
 
 
 @lru_cache
 def host() -> Target | None:
-    """This machine, or None where its instruction set is not known."""
+    """The machine this runs on, or None where its instruction set is not known."""
     llvm = _llvm()
     features = llvm.get_host_cpu_features().flatten()
     return Target.of(llvm.get_process_triple(), llvm.get_host_cpu_name(), features)
@@ -75,7 +75,8 @@ def host() -> Target | None:
 
 @lru_cache
 def _llvm() -> Any:
-    import llvmlite.binding as llvm  # noqa: PLC0415  loading it takes 50 ms, and eager never needs it
+    # Loading it takes 50 ms, which nobody should pay for importing this package.
+    import llvmlite.binding as llvm
 
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
@@ -105,7 +106,7 @@ def load(ir: str, target: Target) -> int:
 
 
 def _key(ir: str, target: Target) -> str:
-    import llvmlite  # noqa: PLC0415
+    import llvmlite
 
     parts = (ir, target.triple, target.cpu, target.features, llvmlite.__version__)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
@@ -144,7 +145,8 @@ def _optimised(ir: str, target: Target) -> tuple[Any, Any]:
     # Loops are unrolled and vectors chosen by the generator; LLVM's own passes for that only cost time here.
     options = llvm.create_pipeline_tuning_options(speed_level=2)
     options.loop_unrolling = options.loop_vectorization = options.slp_vectorization = False
-    llvm.create_pass_builder(machine, options).getModulePassManager().run(module, llvm.create_pass_builder(machine, options))
+    builder = llvm.create_pass_builder(machine, options)
+    builder.getModulePassManager().run(module, builder)
     return machine, module
 
 

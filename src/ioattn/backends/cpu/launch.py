@@ -1,8 +1,8 @@
 """Runs a compiled worker on torch's threads.
 
-Every thread calls the same worker with the same argument block and draws task numbers from a counter in it. The threads
-are those of the OpenMP runtime that torch itself has loaded: `torch.get_num_threads()` holds, and torch's workers, which
-spin for a while after each of its operators, are used instead of fought.
+Every thread calls the same worker with the same argument block and draws task numbers from a counter in it. The
+threads are those of the OpenMP runtime that torch itself has loaded: `torch.get_num_threads()` holds, and torch's
+workers, which spin for a while after each of its operators, are used instead of fought.
 """
 
 from __future__ import annotations

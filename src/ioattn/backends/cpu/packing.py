@@ -1,6 +1,6 @@
 """Moves rows between the caller's tensors, of any type and strides, and the layouts that the products read.
 
-Scratch rows are fp32 (or 16-bit copies, for paired products), contiguous, and padded with zeros to whole vectors, so that
+Scratch rows are fp32 (or 16-bit copies, for paired products), contiguous, and padded with zeros to whole vectors:
 only `stage` and `unstage` know of tails, types and strides.
 """
 
@@ -43,9 +43,20 @@ def stage(module: Module, target: Target, name: str, dtype: str, raw: bool = Fal
     `raw` keeps 16-bit elements as they are and ignores the factor.
     """
     f = module.function(
-        name, src=PTR, row=I64, col=I64, rows=I64, cols=I64,
-        dst=PTR, dst_row=I64, rows_padded=I64, cols_padded=I64, factor=F32,
-    )  # fmt: skip
+        name,
+        {
+            "src": PTR,
+            "row": I64,
+            "col": I64,
+            "rows": I64,
+            "cols": I64,
+            "dst": PTR,
+            "dst_row": I64,
+            "rows_padded": I64,
+            "cols_padded": I64,
+            "factor": F32,
+        },
+    )
     a, size, lanes = f.args, SIZES[dtype], target.lanes
     cell = I16 if raw else F32
     width = 2 if raw else 4
@@ -53,10 +64,11 @@ def stage(module: Module, target: Target, name: str, dtype: str, raw: bool = Fal
 
     def copy(src: Value, at: Value, dst: Value, count: int) -> None:
         kind = Type(cell.element, count)
-        x = (src + a.col * at).load(kind) if raw else read(f, src + a.col * at, dtype, count) * f.constant(a.factor, kind)
+        place = src + a.col * at
+        x = place.load(kind) if raw else read(f, place, dtype, count) * f.constant(a.factor, kind)
         (dst + at * width).store(x)
 
-    whole = f.either(a.col.equals(size), a.cols - a.cols % lanes, f.constant(0))
+    whole = f.select(a.col.equals(size), a.cols - a.cols % lanes, 0)
     with f.loop(0, a.rows) as row:
         src, dst = a.src + row * a.row, a.dst + row * a.dst_row
         with f.loop(0, whole, lanes) as at:
@@ -65,9 +77,8 @@ def stage(module: Module, target: Target, name: str, dtype: str, raw: bool = Fal
             (dst + at * width).store(f.constant(0, vector))
         with f.loop(whole, a.cols) as at:
             copy(src, at, dst, 0)
-    with f.loop(a.rows, a.rows_padded) as row:
-        with f.loop(0, a.cols_padded, lanes) as at:
-            (a.dst + row * a.dst_row + at * width).store(f.constant(0, vector))
+    with f.loop(a.rows, a.rows_padded) as row, f.loop(0, a.cols_padded, lanes) as at:
+        (a.dst + row * a.dst_row + at * width).store(f.constant(0, vector))
     return f
 
 
@@ -77,7 +88,18 @@ def unstage(module: Module, target: Target, name: str, dtype: str, add: bool = F
     `add` adds them to what fp32 memory holds.
     """
     f = module.function(
-        name, src=PTR, src_row=I64, dst=PTR, row=I64, col=I64, rows=I64, cols=I64, factors=PTR, factors_step=I64
+        name,
+        {
+            "src": PTR,
+            "src_row": I64,
+            "dst": PTR,
+            "row": I64,
+            "col": I64,
+            "rows": I64,
+            "cols": I64,
+            "factors": PTR,
+            "factors_step": I64,
+        },
     )
     a, size, lanes = f.args, SIZES[dtype], target.lanes
 
@@ -87,7 +109,7 @@ def unstage(module: Module, target: Target, name: str, dtype: str, add: bool = F
         place = dst + a.col * at
         write(f, place, dtype, read(f, place, dtype, count) + x if add else x, target)
 
-    whole = f.either(a.col.equals(size), a.cols - a.cols % lanes, f.constant(0))
+    whole = f.select(a.col.equals(size), a.cols - a.cols % lanes, 0)
     with f.loop(0, a.rows) as row:
         src, dst = a.src + row * a.src_row, a.dst + row * a.row
         factor = (a.factors + row * a.factors_step).load(F32)
@@ -100,7 +122,7 @@ def unstage(module: Module, target: Target, name: str, dtype: str, add: bool = F
 
 def transpose(module: Module, target: Target, name: str) -> Function:
     """dst[col][row] = src[row][col] of 32-bit words; rows and cols are whole vectors, strides in bytes."""
-    f = module.function(name, src=PTR, src_row=I64, dst=PTR, dst_row=I64, rows=I64, cols=I64)
+    f = module.function(name, {"src": PTR, "src_row": I64, "dst": PTR, "dst_row": I64, "rows": I64, "cols": I64})
     a, lanes = f.args, target.lanes
     vector = Type("i32", lanes)
     with f.loop(0, a.rows, lanes) as row, f.loop(0, a.cols, lanes) as col:
@@ -128,7 +150,7 @@ def _transposed(f: Function, block: list[Value]) -> list[Value]:
 
 def interleave(module: Module, target: Target, name: str) -> Function:
     """dst[i][col] = the pair src[2i][col], src[2i + 1][col] of 16-bit elements; a missing last row counts as zero."""
-    f = module.function(name, src=PTR, src_row=I64, dst=PTR, dst_row=I64, rows=I64, cols=I64)
+    f = module.function(name, {"src": PTR, "src_row": I64, "dst": PTR, "dst_row": I64, "rows": I64, "cols": I64})
     a, lanes = f.args, target.lanes
     half, word = Type("i16", lanes), Type("i32", lanes)
 
@@ -148,7 +170,7 @@ def interleave(module: Module, target: Target, name: str) -> Function:
 
 def find_nonfinite(module: Module, target: Target, name: str, paired: bool) -> Function:
     """Set `found` to 1 if a row of fp32, or of words that hold bfloat16 pairs, has an infinity or a NaN, else to 0."""
-    f = module.function(name, src=PTR, row=I64, rows=I64, cols=I64, found=PTR)
+    f = module.function(name, {"src": PTR, "row": I64, "rows": I64, "cols": I64, "found": PTR})
     a, lanes = f.args, target.lanes
     many = f.variable(f.constant(0, Type("i1", lanes)))
     single = f.variable(f.constant(0, I1))
@@ -168,4 +190,3 @@ def find_nonfinite(module: Module, target: Target, name: str, paired: bool) -> F
     found = f.any(many.value) | single.value
     a.found.store(f.convert("zext", found, I64))
     return f
-

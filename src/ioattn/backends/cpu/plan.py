@@ -84,13 +84,13 @@ class Plan:
 _STRIDE_SLOTS = {tensor: SLOTS[f"{tensor}_{STRIDES[0]}"] for tensor in TENSORS}
 
 
-def strides(x: Tensor, packed: bool) -> tuple[int, ...]:
+def strides(x: Tensor, packed: bool) -> list[ctypes.c_int64 | int]:
     """Bytes from one batch, head, row and column to the next; 0 where a dimension is broadcast."""
     size = x.element_size()
     if packed:
         row, head, col = x.stride()
-        return 0, head * size, row * size, col * size
-    return tuple([0 if length == 1 else step * size for length, step in zip(x.shape, x.stride(), strict=True)])
+        return [0, head * size, row * size, col * size]
+    return [0 if length == 1 else step * size for length, step in zip(x.shape, x.stride(), strict=True)]
 
 
 def _recipe(problem: Problem, target: Target, bias: torch.dtype | None, dbias: bool) -> Recipe:

@@ -46,6 +46,7 @@ class Recipe(NamedTuple):
 
     @property
     def formula(self) -> Formula:
+        """The terms as one function on vectors."""
         return fold([term for term in ORDER if term.name in self.terms], {"tanh": tanh})
 
     @property
@@ -133,7 +134,8 @@ def softmax_step(module: Module, target: Target, name: str, recipe: Recipe, part
     `state` holds row_max, row_sum and the factor by which earlier results shrink, a panel each. fp32 weights overwrite
     the scores; paired ones go two keys to a word.
     """
-    f = module.function(name, scores=PTR, weights=PTR, count=I64, state=PTR, **_CONTEXT)
+    arguments = {"scores": PTR, "weights": PTR, "count": I64, "state": PTR}
+    f = module.function(name, arguments | _CONTEXT)
     tile, vectors = _ScoreTile(f, target, recipe, partial), range(recipe.vectors)
     state = [[(f.args.state + (part * tile.row_size + v * tile.size)) for v in vectors] for part in range(3)]
     new_max = _tile_max(tile)
@@ -177,10 +179,8 @@ def _tile_weights(tile: _ScoreTile, row_max: list[Value]) -> list[Value]:
 
     def weight(row: Value, v: int) -> Value:
         x = (f.args.scores + tile.at(row, v)).load(tile.vector)
-        if tile.scales_later:
-            x = exp2(f, f.fma(x, tile.factor, negated[v]))
-        else:
-            x = tile.exponential(x, row_max[v])
+        late = tile.scales_later
+        x = exp2(f, f.fma(x, tile.factor, negated[v])) if late else tile.exponential(x, row_max[v])
         x = tile.masked(x, row, v, -0.0)
         sums[v].value = sums[v].value + x
         return x
@@ -208,11 +208,11 @@ def dsoftmax_step(module: Module, target: Target, name: str, recipe: Recipe, par
     """Scores become weights P, and dP becomes dS = P * (dP - delta), carried back through the terms.
 
     `state` holds lse (in base 2 unless natural) and delta, a panel each. fp32 results overwrite their sources; paired
-    ones go to `weight_rows` and `dscore_rows`, pairs along the queries, and `dscore_pairs`, pairs along the keys. `dbias`
-    receives the gradient before the terms, where a bias wants it.
+    ones go to `weight_rows` and `dscore_rows`, pairs along the queries, and `dscore_pairs`, pairs along the keys. The
+    gradient before the terms goes to `dbias`, where a bias wants it.
     """
     outputs = {"weight_rows": PTR, "dscore_rows": PTR, "dscore_pairs": PTR, "dbias": PTR}
-    f = module.function(name, scores=PTR, dscores=PTR, count=I64, state=PTR, **_CONTEXT, **outputs)
+    f = module.function(name, {"scores": PTR, "dscores": PTR, "count": I64, "state": PTR} | _CONTEXT | outputs)
     tile = _ScoreTile(f, target, recipe, partial)
     step = _GradientStep(tile)
     if not recipe.paired:

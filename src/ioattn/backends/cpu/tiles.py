@@ -1,8 +1,8 @@
 """Micro-kernels: matrix products that keep a tile in registers, and the functions of a vector that softmax needs.
 
 Lanes are queries. A score tile is S^T, `count` keys by `vectors` vectors of queries: K is broadcast element by element
-from its own rows, Q^T is packed once, and maximum, sum and rescaling of a query run down its lane. `paired` products take
-bfloat16 operands two by two along the summed dimension, for the instruction that multiplies and adds pairs.
+from its own rows, Q^T is packed once, and maximum, sum and rescaling of a query run down its lane. `paired` products
+take bfloat16 operands two by two along the summed dimension, for the instruction that multiplies and adds pairs.
 
 A weight of -0.0 marks a masked score. It adds nothing to a product of finite numbers; `guarded` products, used where
 the other operand is not finite, skip it.
@@ -55,13 +55,25 @@ class Layout(NamedTuple):
 def product(
     module: Module, target: Target, name: str, tile: Tile, layout: Layout, *, start: str, paired: bool, guard: str = ""
 ) -> Function:
-    """C[count][vectors] = start + A[count][depth] B[depth][vectors], rows of A broadcast, C summed from zero and added once.
+    """C[count][vectors] = start + A[count][depth] B[depth][vectors], A broadcast, summed from zero and added once.
 
     start: "zero" overwrites C, "add" adds to it, "rescale" multiplies it by the vectors at `factors` first.
     guard: which operand holds the weights that are skipped where they are -0.0: "a", "b" or none.
     """
     f = module.function(
-        name, a=PTR, a_row=I64, a_step=I64, b=PTR, b_step=I64, c=PTR, c_row=I64, count=I64, depth=I64, factors=PTR
+        name,
+        {
+            "a": PTR,
+            "a_row": I64,
+            "a_step": I64,
+            "b": PTR,
+            "b_step": I64,
+            "c": PTR,
+            "c_row": I64,
+            "count": I64,
+            "depth": I64,
+            "factors": PTR,
+        },
     )
     emit = _Product(f, target, layout, start, paired, guard)
     first: Value | int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ioattn.backends.cpu import packing
@@ -24,7 +25,8 @@ class Panel(NamedTuple):
     number: Value
 
 
-class Seen(NamedTuple):
+@dataclass(frozen=True)
+class Seen:
     """The keys that a panel meets in one step, the last that any query sees, and whether each score needs a test."""
 
     first: Value
@@ -42,7 +44,7 @@ class Worker:
         self.row_size = 4 * self.panel_rows
         self.q_cell = 2 if recipe.paired else 4
         self._build_kernels()
-        self.f = self.module.function(ENTRY, exported=True, block=PTR)
+        self.f = self.module.function(ENTRY, {"block": PTR}, exported=True)
         self.args = Arguments(self.f)
         self.scratch: Scratch = self.args.scratch()
         with self.f.tasks(self.args.slot("task"), self.args.last_task) as task:
@@ -78,12 +80,22 @@ class Worker:
         )
 
     def row_product(self, name: str, weights_row: int | None = None, guard: str = "") -> Function:
-        """acc[row] += weights[row][depth] rows[depth]: lanes are columns of the head dimension, in groups of vectors."""
+        """acc[row] += weights[row][depth] rows[depth]: lanes are columns of the head dimension."""
         module, target, paired = self.module, self.target, self.recipe.paired
         f = module.function(
-            name, weights=PTR, weights_row=I64, rows=PTR, row=I64, acc=PTR, acc_row=I64, count=I64, depth=I64,
-            vectors=I64,
-        )  # fmt: skip
+            name,
+            {
+                "weights": PTR,
+                "weights_row": I64,
+                "rows": PTR,
+                "row": I64,
+                "acc": PTR,
+                "acc_row": I64,
+                "count": I64,
+                "depth": I64,
+                "vectors": I64,
+            },
+        )
         a, layout, size = f.args, Layout(a_row=weights_row, a_step=4), 4 * target.lanes
         first: Value | int = 0
         for vectors in sorted({widest(target), 2, 1}, reverse=True):
@@ -176,7 +188,7 @@ class Worker:
 
 def _survey(module: Module, target: Target) -> Function:
     """Whether a mask tile hides a score (`found` bit 0) and whether it shows one (bit 1)."""
-    f = module.function("survey", tile=PTR, words=I64, found=PTR)
+    f = module.function("survey", {"tile": PTR, "words": I64, "found": PTR})
     vector = Type("i32", target.lanes)
     seen = [f.variable(f.constant(0, Type("i1", target.lanes))) for _ in range(2)]
     with f.loop(0, f.args.words, target.lanes) as at:
