@@ -60,7 +60,7 @@ class _Backward(Worker):
         self.unstage_gradient = packing.unstage(module, target, "unstage_gradient", recipe.dtype)
         self.unstage_partial = packing.unstage(module, target, "unstage_partial", "fp32")
         if recipe.dbias:
-            self.unstage_dbias = packing.unstage(module, target, "unstage_dbias", "fp32", add=True)
+            self.unstage_dbias = packing.unstage(module, target, "unstage_dbias", "fp32", how="add")
             self.sum_queries = _sum_queries(module, target, recipe.vectors)
 
     def task(self, task: Value) -> None:

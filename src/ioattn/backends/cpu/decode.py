@@ -48,7 +48,7 @@ class _Decode(Worker):
         self.merge_row = _merge_row(module, target, recipe.dtype)
         self.accumulate = self.row_product("accumulate")
         self.accumulate_guarded = self.row_product("accumulate_guarded", guard="a")
-        self.unstage_out = packing.unstage(module, target, "unstage_out", recipe.dtype)
+        self.unstage_out = packing.unstage(module, target, "unstage_out", recipe.dtype, how="divide")
 
     def task(self, task: Value) -> None:
         """A chunk of keys of one key/value head."""
@@ -169,74 +169,78 @@ def _row_scores(module: Module, target: Target) -> Function:
     return f
 
 
+class _RowScores:
+    """Reads the scores of one query; lanes are keys."""
+
+    def __init__(self, f: Function, target: Target, recipe: Recipe):
+        self.f, self.recipe = f, recipe
+        self.vector, self.words = Type("float", target.lanes), Type("i32", target.lanes)
+        # Any bound beyond the block says the same as its edge, and fits 32 bits.
+        edges = (f.smallest(f.largest(x, -1), f.args.count).to(I32) for x in (f.args.first, f.args.last))
+        self.first, self.last = (f.constant(edge, self.words) for edge in edges)
+
+    def _keys(self, at: Value) -> Value:
+        return self.f.lane_numbers(self.words.lanes) + self.f.constant(at.to(I32), self.words)
+
+    def place(self, at: Value) -> Value:
+        """The address of the score of key `at`."""
+        return self.f.args.scores + at * 4
+
+    def visible(self, at: Value) -> Value:
+        """Which of the keys from `at` on the query sees."""
+        keys = self._keys(at)
+        seen = (keys >= self.first) & (keys <= self.last)
+        return seen & (self.f.args.mask + at * 4).load(self.words).differs(0) if self.recipe.mask else seen
+
+    def finished(self, at: Value) -> Value:
+        """The scores from `at` on after all terms."""
+        f, args, distance = self.f, self.f.args, None
+        if "alibi" in self.recipe.terms:
+            distance = f.magnitude(f.constant(args.diagonal.to(I32), self.words) - self._keys(at)).to(F32)
+        scalars = {"softcap": args.softcap, "alibi": args.slope}
+        operands = tuple(
+            (args.bias + at * 4).load(self.vector) if name == "bias" else f.constant(scalars[name], self.vector)
+            for name in self.recipe.terms
+        )
+        return self.recipe.formula.step(self.place(at).load(self.vector), distance, operands)
+
+
+_ROW_SOFTMAX = {
+    "scores": PTR, "count": I64, "state": PTR, "acc_words": I64, "first": I64, "last": I64, "diagonal": I64,
+    "softcap": F32, "slope": F32, "bias": PTR, "mask": PTR,
+}  # fmt: skip
+
+
 def _row_softmax(module: Module, target: Target, recipe: Recipe) -> Function:
     """One step of the online softmax of one query: scores become weights, row_max, row_sum and acc move on.
 
-    Lanes are keys. Keys `first` to `last` of the block are visible; key j is abs(diagonal - j) away.
+    Keys `first` to `last` of the block are visible; key j is abs(diagonal - j) away.
     """
-    f = module.function(
-        "row_softmax",
-        {
-            "scores": PTR,
-            "count": I64,
-            "state": PTR,
-            "acc_words": I64,
-            "first": I64,
-            "last": I64,
-            "diagonal": I64,
-            "softcap": F32,
-            "slope": F32,
-            "bias": PTR,
-            "mask": PTR,
-        },
-    )
-    a, lanes = f.args, target.lanes
-    vector, words = Type("float", lanes), Type("i32", lanes)
-    formula = recipe.formula
-
-    def visible(at: Value) -> Value:
-        keys = f.lane_numbers(lanes) + f.constant(at.to(I32), words)
-        seen = (keys >= f.constant(first, words)) & (keys <= f.constant(last, words))
-        return seen & (a.mask + at * 4).load(words).differs(0) if recipe.mask else seen
-
-    def finished(at: Value) -> Value:
-        distance = None
-        if "alibi" in recipe.terms:
-            keys = f.lane_numbers(lanes) + f.constant(at.to(I32), words)
-            distance = f.magnitude(f.constant(a.diagonal.to(I32), words) - keys).to(F32)
-        operands = {"softcap": a.softcap, "alibi": a.slope}
-        values = tuple(
-            (a.bias + at * 4).load(vector) if name == "bias" else f.constant(operands[name], vector)
-            for name in recipe.terms
-        )
-        return formula.step((a.scores + at * 4).load(vector), distance, values)
-
-    # Any bound beyond the block says the same as its edge, and fits 32 bits.
-    first, last = (f.smallest(f.largest(x, -1), a.count).to(I32) for x in (a.first, a.last))
-    largest = f.variable(float("-inf"), vector)
+    f = module.function("row_softmax", _ROW_SOFTMAX)
+    a, row, lanes = f.args, _RowScores(f, target, recipe), target.lanes
+    largest = f.variable(float("-inf"), row.vector)
     with f.loop(0, a.count, lanes) as at:
-        x = f.select(visible(at), finished(at), float("-inf"))
-        (a.scores + at * 4).store(x)
+        x = f.select(row.visible(at), row.finished(at), float("-inf"))
+        row.place(at).store(x)
         largest.value = f.largest(x, largest.value)
-    row_max = (a.state).load(F32)
+    row_max = a.state.load(F32)
     new_max = f.variable(row_max)
     for lane in range(lanes):
         new_max.value = f.largest(f.lane(largest.value, lane), new_max.value)
     finite = f.select(new_max.value.equals(float("-inf")), f.constant(0.0, F32), new_max.value)
     rescale = exp2(f, (row_max - finite) * LOG2E)
-    total = f.variable(0.0, vector)
+    total = f.variable(0.0, row.vector)
     with f.loop(0, a.count, lanes) as at:
-        place = a.scores + at * 4
-        x = exp2(f, (place.load(vector) - f.constant(finite, vector)) * LOG2E)
-        x = f.select(visible(at), x, -0.0)
-        place.store(x)
+        x = exp2(f, (row.place(at).load(row.vector) - finite) * LOG2E)
+        x = f.select(row.visible(at), x, -0.0)
+        row.place(at).store(x)
         total.value = total.value + x
     a.state.store(new_max.value)
     row_sum = a.state + 4
     row_sum.store(f.fma(row_sum.load(F32), rescale, f.total(total.value)))
     with f.loop(0, a.acc_words, lanes) as at:
         place = a.state + (at * 4 + STATE_WORDS * 4)
-        place.store(place.load(vector) * rescale)
+        place.store(place.load(row.vector) * rescale)
     return f
 
 
@@ -251,7 +255,7 @@ def _start_row(module: Module, target: Target) -> Function:
 
 
 def _merge_row(module: Module, target: Target, dtype: str) -> Function:
-    """Chunks of one query become its acc, 1 / row_sum and lse; a sink counts as one chunk whose value is zero."""
+    """Chunks of one query become its acc, row_sum and lse; a sink counts as one chunk whose value is zero."""
     f = module.function(
         "merge_row",
         {
@@ -262,7 +266,7 @@ def _merge_row(module: Module, target: Target, dtype: str) -> Function:
             "acc": PTR,
             "acc_words": I64,
             "lse": PTR,
-            "factor": PTR,
+            "row_sum": PTR,
         },
     )
     a, vector = f.args, Type("float", target.lanes)
@@ -282,6 +286,6 @@ def _merge_row(module: Module, target: Target, dtype: str) -> Function:
             part = (state + (at * 4 + STATE_WORDS * 4)).load(vector)
             place.store(f.fma(weight, part, place.load(vector)))
     total = row_sum.value
-    a.factor.store(f.select(total.equals(0.0), f.constant(0.0, F32), 1.0 / total))
+    a.row_sum.store(total)
     a.lse.store(add_log(f, row_max.value, total))
     return f

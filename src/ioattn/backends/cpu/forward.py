@@ -46,7 +46,7 @@ class _Forward(Worker):
         self.softmax_partial = softmax_step(module, target, "softmax_partial", recipe, partial=True)
         self.start_state = _start_state(module, target, recipe)
         self.finish_state = _finish_state(module, target, recipe)
-        self.unstage_out = packing.unstage(module, target, "unstage_out", recipe.dtype)
+        self.unstage_out = packing.unstage(module, target, "unstage_out", recipe.dtype, how="divide")
 
     def task(self, task: Value) -> None:
         """A block of queries of one head."""
@@ -140,7 +140,7 @@ class _Forward(Worker):
         f, args, scratch = self.f, self.args, self.scratch
         row_bytes = args.dim_v_padded * 4
         lse = panel.seq.lse(panel.head, panel.row)
-        f.call(self.finish_state, self._state(panel), scratch.factors, lse, panel.rows)
+        f.call(self.finish_state, self._state(panel), lse, panel.rows)
         f.call(
             self.transpose, self._acc(panel), self.row_size, scratch.out_rows, row_bytes, args.dim_v_padded,
             self.panel_rows,
@@ -148,7 +148,7 @@ class _Forward(Worker):
         out = panel.seq.query("out", panel.head, panel.row)
         f.call(
             self.unstage_out, scratch.out_rows, row_bytes, out, args.out_row, args.out_col, panel.rows, args.dim_v,
-            scratch.factors, 4,
+            self._state(panel) + self.row_size, 4,
         )  # fmt: skip
 
 
@@ -167,13 +167,11 @@ def _start_state(module: Module, target: Target, recipe: Recipe) -> Function:
 
 
 def _finish_state(module: Module, target: Target, recipe: Recipe) -> Function:
-    """1 / row_sum to `factors` (0 for a row that saw nothing), and row_max + log(row_sum) to `lse`."""
-    f = module.function("finish_state", {"state": PTR, "factors": PTR, "lse": PTR, "rows": I64})
+    """row_max + log(row_sum) to `lse`."""
+    f = module.function("finish_state", {"state": PTR, "lse": PTR, "rows": I64})
     vector, size, vectors = Type("float", target.lanes), 4 * target.lanes, recipe.vectors
     for v in range(vectors):
         row_max, row_sum = ((f.args.state + (part * vectors + v) * size).load(vector) for part in range(2))
-        inverse = 1.0 / row_sum
-        (f.args.factors + v * size).store(f.select(row_sum.equals(0.0), f.constant(0.0, vector), inverse))
         row_max = row_max if recipe.natural else row_max * LN2
         (f.args.state + v * size).store(add_log(f, row_max, row_sum))
     with f.loop(0, f.args.rows) as row:

@@ -82,32 +82,34 @@ def stage(module: Module, target: Target, name: str, dtype: str, raw: bool = Fal
     return f
 
 
-def unstage(module: Module, target: Target, name: str, dtype: str, add: bool = False) -> Function:
-    """Write `rows` x `cols` scratch elements, times their row's factor, to a tensor; a factor of 0 writes 0.
+_UNSTAGE = {
+    "src": PTR, "src_row": I64, "dst": PTR, "row": I64, "col": I64, "rows": I64, "cols": I64, "factors": PTR,
+    "factors_step": I64,
+}  # fmt: skip
 
-    `add` adds them to what fp32 memory holds.
+
+def unstage(module: Module, target: Target, name: str, dtype: str, how: str = "times") -> Function:
+    """Write `rows` x `cols` scratch elements to a tensor: times their row's factor, or divided by it.
+
+    how: "times"; "divide", where x / 0 is 0; or "add", times the factor and added to what fp32 memory holds.
     """
-    f = module.function(
-        name,
-        {
-            "src": PTR,
-            "src_row": I64,
-            "dst": PTR,
-            "row": I64,
-            "col": I64,
-            "rows": I64,
-            "cols": I64,
-            "factors": PTR,
-            "factors_step": I64,
-        },
-    )
+    f = module.function(name, _UNSTAGE)
     a, size, lanes = f.args, SIZES[dtype], target.lanes
 
+    def scaled(x: Value, factor: Value) -> Value:
+        if how != "divide":
+            return x * factor
+        inverse = 1.0 / factor
+        near = x * inverse
+        # One step of Newton's method rounds as a division would; it has nothing to add to an infinity.
+        rest = f.fma(-near, f.constant(factor, x.type), x)
+        better = f.select(rest.differs(rest), near, f.fma(inverse, rest, near))
+        return f.select(f.constant(factor.equals(0.0), x.type.of(I1)), f.constant(0.0, x.type), better)
+
     def copy(src: Value, dst: Value, at: Value, factor: Value, count: int) -> None:
-        x = (src + at * 4).load(Type("float", count))
-        x = f.select(factor.equals(0.0), f.constant(0.0, x.type), x * factor)
+        x = scaled((src + at * 4).load(Type("float", count)), factor)
         place = dst + a.col * at
-        write(f, place, dtype, read(f, place, dtype, count) + x if add else x, target)
+        write(f, place, dtype, read(f, place, dtype, count) + x if how == "add" else x, target)
 
     whole = f.select(a.col.equals(size), a.cols - a.cols % lanes, 0)
     with f.loop(0, a.rows) as row:

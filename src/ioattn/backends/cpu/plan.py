@@ -27,7 +27,7 @@ from ioattn.problem import DTYPES, Problem
 _FAR = 2**40
 """Stands for no bound of the band until a sequence's shift is added."""
 
-FORWARD_KEYS = 128
+FORWARD_KEYS = 96
 BACKWARD_KEYS = 96
 """Keys per block: a tile of scores, in the backward two, stays in the first-level cache."""
 
@@ -96,7 +96,9 @@ def strides(x: Tensor, packed: bool) -> list[ctypes.c_int64 | int]:
 def _recipe(problem: Problem, target: Target, bias: torch.dtype | None, dbias: bool) -> Recipe:
     dtype = DTYPES[problem.dtype]
     # Pairs cannot be scaled when they are packed; a scale that is not positive would turn the maximum around.
-    paired = dtype == "bf16" and target.dpbf16 and problem.scale > 0
+    # Heads narrower than a vector would mostly multiply padding.
+    wide = min(problem.dim, problem.dim_v) >= target.lanes
+    paired = dtype == "bf16" and target.dpbf16 and problem.scale > 0 and wide
     whole = problem.dim % target.lanes == 0 and problem.dim_v % target.lanes == 0
     return Recipe(
         dtype=dtype,
@@ -193,7 +195,6 @@ def plan_forward(problem: Problem, lse: tuple[int, ...], bias: torch.dtype | Non
             "v_rows": keys * dim_v * cell if recipe.staged else 0,
             "v_pairs": keys * dim_v * 2 if recipe.paired else 0,
             "state": panels * 3 * panel_rows * 4,
-            "factors": panel_rows * 4,
             "out_rows": panel_rows * dim_v * 4,
             **_score_regions(recipe, keys * panel_rows * 4),
         }

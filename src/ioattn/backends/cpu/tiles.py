@@ -197,19 +197,30 @@ _EXP2 = (
 )
 """2**f for |f| <= 1/2 in powers of f: relative error 2e-9, far below the rounding of the sum."""
 
-_ROUND = 12582912.0 + 127.0
-"""1.5 * 2**23 rounds what is added to it to an integer; 127 is the exponent's bias."""
+_ROUND = 12582912.0
+"""1.5 * 2**23 rounds what is added to it to an integer."""
 
 
 def exp2(f: Function, x: Value) -> Value:
-    """2**x for x < 128: exactly 0 below -126.5, NaN for NaN."""
-    x = f.largest(-127.0, x)
+    """2**x for x < 128, down to the smallest denormal number; NaN for NaN."""
+    x = f.largest(-160.0, x)
     shifted = x + _ROUND
-    fraction = x - (shifted - _ROUND)
+    whole = shifted - _ROUND
+    fraction = x - whole
     total = f.constant(_EXP2[-1], x.type)
     for coefficient in _EXP2[-2::-1]:
         total = f.fma(total, fraction, f.constant(coefficient, x.type))
-    return total * (shifted.bits(x.type.of(I32)) << 23).bits(x.type)
+    if x.type.lanes == 16:
+        # AVX-512 has an instruction for it.
+        return f.intrinsic(
+            "llvm.x86.avx512.mask.scalef.ps.512", x.type, total, whole, total, f.constant(-1, I16), f.constant(4, I32)
+        )
+    # 2**whole may be too small for one factor.
+    exponent = whole.to(I32)
+    half = f.binary("ashr", exponent, 1)
+    for part in (half, exponent - half):
+        total = total * (part + 127 << 23).bits(x.type)
+    return total
 
 
 def add_log(f: Function, a: Value, x: Value) -> Value:
