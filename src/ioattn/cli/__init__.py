@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 import ioattn
 
 COMMANDS = {
+    "bench": "ioattn.cli.bench",
     "demo": "ioattn.cli.demo",
     "doctor": "ioattn.cli.doctor",
     "why": "ioattn.cli.why",

@@ -41,10 +41,11 @@ def run(address: int, block: Block, tasks: int, threads: int, flops: float) -> N
     for first in range(0, tasks, per_slice):
         last = min(first + per_slice, tasks)
         block[0], block[1], block[2] = first, last, 0
-        _fan_out(address, block, min(threads, last - first))
+        fan_out(address, block, min(threads, last - first))
 
 
-def _fan_out(address: int, block: Block, threads: int) -> None:
+def fan_out(address: int, block: ctypes.Array[Any], threads: int) -> None:
+    """Call the worker once on each of `threads` threads, and wait for all."""
     if threads == 1:
         worker(address)(block)
         return

@@ -1,0 +1,184 @@
+"""Runs cases: checks our result against float64 first, then times it and its peer in turns."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ioattn.bench.cases import Case, Direction
+from ioattn.bench.peers import Attention, ours, torch_peer
+from ioattn.bench.timer import Timing, alternate
+from ioattn.problem import DTYPES, Options, Problem, Tensors
+
+_TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement, as a line of the results file."""
+
+    date: str
+    commit: str
+    machine: str
+    torch: str
+    triton: str
+    case: str
+    direction: str
+    implementation: str
+    median_us: float
+    spread: float
+    rate: float
+    unit: str
+    error: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Ours and the peer on one case, direction and dtype; `fault` is set and nothing else if ours is wrong."""
+
+    case: Case
+    dtype: str
+    direction: Direction
+    rows: tuple[Row, ...] = ()
+    fault: str | None = None
+
+    @property
+    def speedup(self) -> float:
+        """How many times faster than the peer."""
+        mine, peer = self.rows
+        return peer.median_us / mine.median_us
+
+    @property
+    def goal(self) -> float | None:
+        """How many times faster than the peer it is to be."""
+        return self.case.goals.get((self.dtype, self.direction))
+
+
+def compare(case: Case, dtype: str, backend: str, budget_s: float) -> Iterator[Comparison]:
+    """Both directions of a case; a wrong result is reported and not timed."""
+    tensors = case.tensors(_TORCH_DTYPES[dtype])
+    mine = ours(case, tensors, backend)
+    peer_name, peer = torch_peer(case, tensors)
+    truth, limits = _reference(case, tensors)
+    errors = [_errors(truth, _results(run, tensors, "backward" in case.directions)) for run in (mine, peer)]
+    for direction in case.directions:
+        names = ("out",) if direction == "forward" else ("dq", "dk", "dv")
+        wrong = [f"{name} is off by {errors[0][name]:.2g}" for name in names if not errors[0][name] <= limits[name]]
+        if wrong:
+            yield Comparison(case, dtype, direction, fault=", ".join(wrong))
+            continue
+        timings = alternate([_call(run, tensors, direction) for run in (mine, peer)], budget_s)
+        rows = (
+            _row(case, tensors, direction, label, timing, max(error[name] for name in names))
+            for label, timing, error in zip((f"ioattn:{backend}", peer_name), timings, errors, strict=True)
+        )
+        yield Comparison(case, dtype, direction, tuple(rows))
+
+
+def write(rows: list[Row], directory: Path, topic: str) -> Path:
+    """Store rows as `<machine>-<topic>-<date>.csv` in `directory`; returns the file."""
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{rows[0].machine}-{topic}-{rows[0].date}.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(asdict(rows[0])))
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+    return path
+
+
+def machine_name() -> str:
+    """Cores and the widest instruction set, such as `2-core-avx512`."""
+    capability = torch.backends.cpu.get_cpu_capability().lower()
+    return f"{os.cpu_count()}-core-{platform.machine() if capability == 'default' else capability}"
+
+
+def _call(run: Attention, tensors: Mapping[str, Tensor], direction: Direction) -> Callable[[], object]:
+    inputs = [tensors[name] for name in "qkv"]
+    if direction == "forward":
+        return lambda: run(*inputs)
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = run(*leaves)
+    return lambda: torch.autograd.grad(out, leaves, tensors["dout"], retain_graph=True)
+
+
+def _results(run: Attention, tensors: Mapping[str, Tensor], backward: bool) -> dict[str, Tensor]:
+    """Output and gradients."""
+    leaves = [tensors[name].detach().requires_grad_(backward) for name in "qkv"]
+    out = run(*leaves)
+    grads = torch.autograd.grad(out, leaves, tensors["dout"]) if backward else ()
+    return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *grads), strict=False))
+
+
+def _reference(case: Case, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """float64 results of the first group of heads, and how far ours may be from them.
+
+    That is twice the error of the readable version in the same dtype, plus rounding.
+    """
+    first, backward = _first_group(case, tensors), "backward" in case.directions
+    wide = {name: x.double() if x.is_floating_point() else x for name, x in first.items()}
+    truth = _results(ours(case, wide, "eager"), wide, backward)
+    plain = _errors(truth, _results(ours(case, first, "eager"), first, backward))
+    eps = torch.finfo(tensors["q"].dtype).eps
+    return truth, {name: 2 * (plain[name] + eps * x.abs().max().item()) for name, x in truth.items()}
+
+
+def _errors(truth: Mapping[str, Tensor], results: Mapping[str, Tensor]) -> dict[str, float]:
+    """The largest error of each result where the truth is known."""
+    return {name: (results[name][:1, : x.shape[1]].double() - x).abs().max().item() for name, x in truth.items()}
+
+
+def _first_group(case: Case, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    group = case.heads // (case.kv_heads or case.heads)
+    heads = {"q": group, "dout": group, "k": 1, "v": 1}
+    return {name: x[:1, : heads[name]] if name in heads else x for name, x in tensors.items()}
+
+
+def _row(
+    case: Case, tensors: Mapping[str, Tensor], direction: Direction, label: str, timing: Timing, error: float
+) -> Row:
+    options = {"causal": False, "window": None, "softcap": None} | dict(case.options)
+    settings = Options.of(options["causal"], options["window"], None, options["softcap"], False)
+    inputs = Tensors.of(**{name: x for name, x in tensors.items() if name != "dout"})
+    rate = case.flops(direction) / timing.median_us / 1e3
+    return Row(
+        date=datetime.date.today().isoformat(),
+        commit=_commit(),
+        machine=machine_name(),
+        torch=torch.__version__,
+        triton=_version("triton"),
+        case=str(Problem.of(inputs, settings)),
+        direction=direction,
+        implementation=label,
+        median_us=round(timing.median_us, 2),
+        spread=round(timing.spread, 3),
+        rate=round(rate, 1),
+        unit="GFLOP/s",
+        error=error,
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _commit() -> str:
+    """The commit of the source tree, or nothing outside of one."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip()
