@@ -9,7 +9,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
@@ -64,7 +64,7 @@ class Comparison:
         return self.case.goals.get((self.dtype, self.direction))
 
 
-def compare(case: Case, dtype: str, backend: str, budget_s: float) -> Iterator[Comparison]:
+def compare(case: Case, dtype: str, backend: str, budget_s: float, rounds: int) -> Iterator[Comparison]:
     """Both directions of a case; a wrong result is reported and not timed."""
     tensors = case.tensors(_TORCH_DTYPES[dtype])
     mine = ours(case, tensors, backend)
@@ -77,7 +77,7 @@ def compare(case: Case, dtype: str, backend: str, budget_s: float) -> Iterator[C
         if wrong:
             yield Comparison(case, dtype, direction, fault=", ".join(wrong))
             continue
-        timings = alternate([_call(run, tensors, direction) for run in (mine, peer)], budget_s)
+        timings = alternate([_call(run, tensors, direction) for run in (mine, peer)], budget_s, rounds)
         rows = (
             _row(case, tensors, direction, label, timing, max(error[name] for name in names))
             for label, timing, error in zip((f"ioattn:{backend}", peer_name), timings, errors, strict=True)
@@ -86,13 +86,23 @@ def compare(case: Case, dtype: str, backend: str, budget_s: float) -> Iterator[C
 
 
 def write(rows: list[Row], directory: Path, topic: str) -> Path:
-    """Store rows as `<machine>-<topic>-<date>.csv` in `directory`; returns the file."""
+    """Store rows as `<machine>-<topic>-<date>.csv` in `directory`; returns the file.
+
+    Earlier rows of the same cases and directions give way, so that those of one case always come from one run.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{rows[0].machine}-{topic}-{rows[0].date}.csv"
+    columns = [column.name for column in fields(Row)]
+    lines = [{name: str(value) for name, value in asdict(row).items()} for row in rows]
+    measured = {(line["case"], line["direction"]) for line in lines}
+    if path.exists():
+        with path.open(newline="") as file:
+            kept = [line for line in csv.DictReader(file) if (line["case"], line["direction"]) not in measured]
+        lines = kept + lines
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(asdict(rows[0])))
+        writer = csv.DictWriter(file, columns)
         writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
+        writer.writerows(lines)
     return path
 
 

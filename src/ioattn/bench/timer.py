@@ -16,7 +16,7 @@ class Timing:
     spread: float
 
 
-def alternate(functions: Sequence[Callable[[], object]], budget_s: float, rounds: int = 5) -> list[Timing]:
+def alternate(functions: Sequence[Callable[[], object]], budget_s: float, rounds: int) -> list[Timing]:
     """Call the functions in turns for about `budget_s` seconds in all, at least `rounds` times each after a warm-up."""
     for function in functions:
         function()

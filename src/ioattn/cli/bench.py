@@ -46,7 +46,7 @@ def cpu(
     for case in CPU_CASES:
         for dtype in case.dtypes:
             if re.search(only, f"{case.name} {dtype}"):
-                for comparison in compare(case, dtype, "cpu", 0.3 if quick else 3.0):
+                for comparison in compare(case, dtype, "cpu", *((0.3, 2) if quick else (3.0, 5))):
                     comparisons.append(comparison)
                     console.print(_line(comparison))
     rows = [row for comparison in comparisons for row in comparison.rows]

@@ -38,7 +38,9 @@ def forward(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> Non
     """Write softmax(S) V to `out` and log(rowsum(exp(S))) to `lse`."""
     bias = None if tensors.bias is None else tensors.bias.dtype
     plan = _planned(problem, (bias,), lambda: plan_forward(problem, lse.shape, bias))
-    plan.run(_inputs(tensors) | {"out": out, "lse": lse})
+    inputs = _inputs(tensors)
+    inputs["out"], inputs["lse"] = out, lse
+    plan.run(inputs)
     if problem.packed:
         end = _ends(tensors)[0]
         out[end:] = 0
@@ -62,7 +64,8 @@ def backward(
     if plan.chunks > 1:
         partial = torch.zeros(plan.chunks, *lse.shape, problem.dim)
     arrays = {"out": out, "lse": lse, "dout": dout, "dq": grads.dq, "dk": grads.dk, "dv": grads.dv}
-    plan.run(_inputs(tensors) | arrays | {"dbias": dbias, "partial": partial}, dlse)
+    workspaces = {name: x for name, x in (("dbias", dbias), ("partial", partial)) if x is not None}
+    plan.run(_inputs(tensors) | arrays | workspaces, dlse)
     if partial is not None:
         for part in partial[1:]:
             partial[0] += part
@@ -77,16 +80,15 @@ def backward(
         grads.dsinks.copy_(_sink_gradient(problem, tensors, out, lse, dout, dlse))
 
 
-def _inputs(tensors: Tensors) -> dict[str, Tensor | None]:
-    inputs: dict[str, Tensor | None] = {"q": tensors.q, "k": tensors.k, "v": tensors.v}
-    if tensors.bias is not None or tensors.mask is not None:
-        inputs |= {"bias": tensors.bias, "mask": tensors.mask}
-    if tensors.sinks is not None:
-        inputs["sinks"] = tensors.sinks.float().contiguous()
-    if tensors.alibi_slopes is not None:
-        inputs["slopes"] = tensors.alibi_slopes.float().contiguous()
-    if tensors.cu_seqlens_q is not None and tensors.cu_seqlens_k is not None:
-        inputs |= {"starts_q": tensors.cu_seqlens_q.contiguous(), "starts_k": tensors.cu_seqlens_k.contiguous()}
+def _inputs(tensors: Tensors) -> dict[str, Tensor]:
+    q, k, v, *others = tensors
+    inputs = {"q": q, "k": k, "v": v}
+    if any(x is not None for x in others):
+        per_head = {"sinks": tensors.sinks, "slopes": tensors.alibi_slopes}
+        offsets = {"starts_q": tensors.cu_seqlens_q, "starts_k": tensors.cu_seqlens_k}
+        inputs |= {name: x for name, x in (("bias", tensors.bias), ("mask", tensors.mask)) if x is not None}
+        inputs |= {name: x.float().contiguous() for name, x in per_head.items() if x is not None}
+        inputs |= {name: x.contiguous() for name, x in offsets.items() if x is not None}
     return inputs
 
 

@@ -32,10 +32,10 @@ def worker(address: int) -> Callable[[Any], None]:
 
 
 def run(address: int, block: Block, tasks: int, threads: int, flops: float) -> None:
-    """Run tasks 0 to `tasks`, in slices; `block` starts with the slots task, last task and thread."""
-    if threads == 1 and flops <= SLICE:
-        block[0], block[1], block[2] = 0, tasks, 0
-        worker(address)(block)
+    """Run tasks 0 to `tasks`, in slices; `block` starts with the slots task, last task and thread, zero so far."""
+    if flops <= SLICE:
+        block[1] = tasks
+        fan_out(address, block, threads)
         return
     per_slice = max(4 * threads, int(tasks * SLICE / max(flops, 1)))
     for first in range(0, tasks, per_slice):

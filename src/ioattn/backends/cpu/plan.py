@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -55,18 +55,15 @@ class Plan:
     chunks: int = 1
     partial: int = 0
     counters: int = 0
+    layouts: dict[tuple[tuple[int, ...], ...], launch.Block] = field(default_factory=dict)
 
-    def run(self, tensors: dict[str, Tensor | None], dlse: Tensor | None = None) -> None:
+    def run(self, tensors: dict[str, Tensor], dlse: Tensor | None = None) -> None:
         """Run the worker on these tensors, in scratch of this call's own."""
         if self.tasks == 0:
             return
-        block = type(self.block).from_buffer_copy(self.block)
+        block = self._laid_out(tensors)
         for name, x in tensors.items():
-            if x is not None:
-                block[SLOTS[name]] = x.data_ptr()
-                first = _STRIDE_SLOTS.get(name)
-                if first is not None:
-                    block[first : first + 4] = strides(x, self.problem.packed)
+            block[SLOTS[name]] = x.data_ptr()
         if dlse is not None:
             block[SLOTS["dlse"]] = dlse.data_ptr()
             steps = [4 * step for step in dlse.stride()]
@@ -74,11 +71,26 @@ class Plan:
             block[SLOTS["dlse_batch"]] = 0 if self.problem.packed else steps[0]
         threads = min(torch.get_num_threads(), self.tasks)
         workspace = torch.empty(self.partial + threads * self.scratch, dtype=torch.uint8)
+        place = workspace.data_ptr()
         if self.counters:
             workspace[: self.counters] = 0
-            block[SLOTS["partial"]] = workspace.data_ptr()
-        block[SLOTS["workspace"]] = workspace.data_ptr() + self.partial
+            block[SLOTS["partial"]] = place
+        block[SLOTS["workspace"]] = place + self.partial
         launch.run(self.address, block, self.tasks, threads, self.flops)
+
+    def _laid_out(self, tensors: dict[str, Tensor]) -> launch.Block:
+        """A copy of the block with the strides of these tensors: the same ones for most calls, so they are kept."""
+        layout = tuple([x.stride() for x in tensors.values()])
+        known = self.layouts.get(layout)
+        if known is None:
+            known = type(self.block).from_buffer_copy(self.block)
+            for name, x in tensors.items():
+                first = _STRIDE_SLOTS.get(name)
+                if first is not None:
+                    known[first : first + 4] = strides(x, self.problem.packed)
+            self.layouts.clear()
+            self.layouts[layout] = known
+        return type(known).from_buffer_copy(known)
 
 
 _STRIDE_SLOTS = {tensor: SLOTS[f"{tensor}_{STRIDES[0]}"] for tensor in TENSORS}
