@@ -1,0 +1,156 @@
+"""Hardware counters of attention on a GPU, through Nsight Compute's command line, `ncu`.
+
+`ncu` runs the workload (`ioattn.io.workload`) as a child and prints one CSV row per kernel and metric. Every row's own
+unit is read; nothing is assumed of it. Caches are flushed before each kernel and clocks left alone, so bytes are those
+of a cold start and times are none to compare.
+"""
+
+from __future__ import annotations
+
+import csv
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+METRICS = {
+    "dram_read": "dram__bytes_read.sum",
+    "dram_written": "dram__bytes_write.sum",
+    "l2_read": "lts__t_sectors_op_read.sum",
+    "l2_written": "lts__t_sectors_op_write.sum",
+    "l2_reduced": "lts__t_sectors_op_red.sum",
+}
+"""What is asked of `ncu`; L2 counts sectors."""
+
+SECTOR = 32
+"""Bytes of an L2 sector."""
+
+_SCALES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+
+
+class MeasureError(RuntimeError):
+    """Counters cannot be read here; the message says why and what would change it."""
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Bytes by level, summed over the kernels of one workload."""
+
+    kernels: tuple[str, ...]
+    dram_read: int
+    dram_written: int
+    l2_read: int
+    l2_written: int
+
+    @property
+    def dram(self) -> int:
+        """Bytes between slow memory and the L2."""
+        return self.dram_read + self.dram_written
+
+    @property
+    def l2(self) -> int:
+        """Bytes between the L2 and the SMs."""
+        return self.l2_read + self.l2_written
+
+
+def command(
+    implementation: str, sizes: tuple[int, int, int, int], dtype: str, causal: bool, backward: bool
+) -> list[str]:
+    """The `ncu` command line that measures one implementation."""
+    workload = [sys.executable, "-m", "ioattn.io.workload", implementation, *map(str, sizes), dtype]
+    workload += [str(int(causal)), str(int(backward))]
+    options = ["--csv", "--page", "raw", "--print-units", "base", "--metrics", ",".join(METRICS.values())]
+    options += ["--cache-control", "all", "--clock-control", "none", "--target-processes", "all"]
+    options += ["--profile-from-start", "off"]  # the workload turns the profiler on around the measured call
+    return ["ncu", *options, *workload]
+
+
+def measure(
+    implementation: str, sizes: tuple[int, int, int, int], dtype: str, causal: bool = False, backward: bool = False
+) -> Counters:
+    """The counters of one call of `implementation`: "naive", "sdpa" or "ioattn", on q, k, v of (B, H, N, D).
+
+    Raises:
+        MeasureError: without a GPU or `ncu`, without permission to read counters, or if the workload fails.
+        ValueError: if ncu's output cannot be understood.
+    """
+    reason = unusable()
+    if reason is not None:
+        raise MeasureError(reason)
+    asked = command(implementation, sizes, dtype, causal, backward)
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    output = done.stdout + done.stderr
+    if "ERR_NVGPUCTRPERM" in output:
+        raise MeasureError(
+            "the driver lets only administrators read the GPU's counters (ERR_NVGPUCTRPERM); run as root, or load the "
+            "nvidia module with NVreg_RestrictProfilingToAdminUsers=0"
+        )
+    if "LibraryNotLoaded" in output or "Failed to initialize the profiler" in output:
+        raise MeasureError("ncu cannot reach the GPU's counters here, as in some virtual machines; use another machine")
+    if done.returncode != 0:
+        last = "\n".join(output.strip().splitlines()[-12:])
+        raise MeasureError(f"ncu ended with code {done.returncode}; its last lines:\n{last}")
+    return parse(done.stdout.splitlines())
+
+
+def unusable() -> str | None:
+    """Why counters cannot be read on this machine, or None."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA GPU here; counters are read on one. `ioattn io predict` and `count` need none"
+    if torch.version.hip is not None:
+        return "this torch is built for ROCm; counters are read with NVIDIA's ncu"
+    if shutil.which("ncu") is None:
+        return "ncu is not on the PATH; it comes with the CUDA toolkit and as Nsight Compute"
+    return None
+
+
+def parse(lines: Iterable[str]) -> Counters:
+    """Counters from `ncu --csv --page raw`: a row of names, a row of units, a row per kernel.
+
+    Lines before the names (the workload's own, and ncu's that begin with ==) are skipped.
+
+    Raises:
+        ValueError: if the table, a metric or a kernel is missing, or a number or unit cannot be read.
+    """
+    # Not stripped: the first column may be empty.
+    rows = [row for row in csv.reader(line for line in lines if not line.startswith("==")) if row]
+    start = next((i for i, row in enumerate(rows) if "Kernel Name" in row and METRICS["dram_read"] in row), None)
+    if start is None or len(rows) < start + 3:
+        raise ValueError("ncu printed no table of kernels; the workload ran no kernel inside the measured range")
+    names, units, kernels = rows[start], rows[start + 1], rows[start + 2 :]
+    missing = [metric for metric in METRICS.values() if metric not in names]
+    if missing:
+        raise ValueError(f"ncu's table lacks {', '.join(missing)}; it has {', '.join(names)}")
+    totals = dict.fromkeys(METRICS, 0)
+    for row in kernels:
+        if len(row) != len(names):
+            raise ValueError(f"a row of ncu's table has {len(row)} cells; it must have {len(names)}: {row}")
+        for key, metric in METRICS.items():
+            at = names.index(metric)
+            totals[key] += _bytes(row[at], units[at], metric)
+    kernel_names = tuple(row[names.index("Kernel Name")] for row in kernels)
+    written = totals["l2_written"] + totals["l2_reduced"]
+    return Counters(kernel_names, totals["dram_read"], totals["dram_written"], totals["l2_read"], written)
+
+
+def _bytes(number: str, unit: str, metric: str) -> int:
+    """A cell as bytes: `ncu` scales by powers of 1000 unless told to print base units, and counts L2 in sectors."""
+    base, size = ("sector", SECTOR) if metric.startswith("lts") else ("byte", 1)
+    prefix = unit.removesuffix("s").removesuffix(base)
+    # "" is ncu's own way of writing base units of a pure count.
+    if unit != "" and not unit.removesuffix("s").endswith(base):
+        raise ValueError(f"{metric} is in {unit!r}; it must be in {base}s, with K, M, G or T")
+    factor = _SCALES.get(prefix, _BINARY.get(prefix))
+    if factor is None:
+        raise ValueError(f"{metric} is in {unit!r}, whose prefix {prefix!r} is unknown")
+    try:
+        value = float(number.replace(",", ""))
+    except ValueError:
+        raise ValueError(f"{metric} is {number!r}; it must be a number") from None
+    if not 0 <= value < float("inf"):
+        raise ValueError(f"{metric} is {number!r}; it must be finite and not negative")
+    return round(value * factor) * size
