@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ioattn.io.ledger import Move, Traffic
-from ioattn.io.memory import Memory
+from ioattn.io.memory import Memory, Slow
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def count_unfused(u: Tensor, k: Tensor) -> tuple[Tensor, Traffic]:
     return memory.values(y), memory.traffic()
 
 
-def _kernel_spectra(memory: Memory, it: Convolution, k_slow, k_spectrum) -> None:  # type: ignore[no-untyped-def]
+def _kernel_spectra(memory: Memory, it: Convolution, k_slow: Slow, k_spectrum: Slow) -> None:
     with memory.step("FFT(k)"):
         for h in range(it.channels):
             with memory.region():
@@ -158,7 +158,7 @@ def _of(u: Tensor, k: Tensor) -> Convolution:
         raise ValueError(
             f"k has shape {tuple(k.shape)}, {k.dtype}; it must be (H, N) of u, {tuple(u.shape)}, {u.dtype}"
         )
-    return Convolution(*u.shape, itemsize=u.element_size())
+    return Convolution(*u.shape, u.element_size())
 
 
 def _rfft(x: Tensor) -> Tensor:

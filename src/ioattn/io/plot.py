@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ioattn.io.problems import label
 from ioattn.io.results import Measured
 from ioattn.io.roofline import Bound
 from ioattn.io.sweep import UNITS, Axis, Point
@@ -56,7 +57,7 @@ def figure(path: Path, theme: Theme, width: float = 7.5, height: float = 4.2, co
         raise ModuleNotFoundError("plots need matplotlib: pip install 'ioattn[viz]'") from None
     ink, paper = ("#1b1b1b", "#ffffff") if theme == "light" else ("#e8e8e8", "#16181c")
     inked = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-    style: Mapping[str, Any] = {
+    style: Any = {
         **dict.fromkeys(inked, ink),
         **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor", "legend.facecolor"), paper),
         "font.size": 10,
@@ -103,7 +104,7 @@ def _bars(axes: Any, bounds: Sequence[Bound]) -> None:
         axes.text(total, name, f" {total:.4g}", va="center")
     axes.axvline(bounds[0].compulsory / scale, linestyle="--", color=axes.xaxis.label.get_color(), linewidth=1)
     axes.text(bounds[0].compulsory / scale, len(names) - 0.45, " compulsory", fontsize=8.5, va="bottom")
-    axes.set(xlabel=f"bytes moved, {unit}", title=f"{bounds[0].problem}\n{bounds[0].direction}")
+    axes.set(xlabel=f"bytes moved, {unit}", title=f"{label(bounds[0].problem)}\n{bounds[0].direction}")
     axes.margins(x=0.14, y=0.1)
     axes.legend(fontsize=8.5, ncols=2, loc="lower right")
 
@@ -144,7 +145,7 @@ def sweep_plot(axis: Axis, series: Mapping[str, Sequence[Point]], path: Path, th
         xs, floor = [p.at for p in anything], [p.bound.compulsory / scale for p in anything]
         axes.loglog(xs, floor, "--", color=axes.xaxis.label.get_color(), label="compulsory", base=2)
         _plain_ticks(axes, sorted({p.at for points in series.values() for p in points}))
-        axes.set(xlabel=UNITS[axis], ylabel=f"bytes moved, {unit}", title=f"{problem}, {direction}")
+        axes.set(xlabel=UNITS[axis], ylabel=f"bytes moved, {unit}", title=f"{label(problem)}, {direction}")
         axes.legend(fontsize=8.5)
 
 

@@ -51,6 +51,15 @@ def problem_of(
     return Problem.of(Tensors.of(q, k, v), Options.of(causal, window, None, None, False))
 
 
+def label(problem: Problem) -> str:
+    """The problem's one-line form without a device: here it has none.
+
+    >>> label(problem_of((1, 16, 8192, 128), "bf16", causal=True))
+    'B1 H16 N8192 D128 bf16 causal'
+    """
+    return str(problem).replace(f" {problem.device.type}", "", 1)
+
+
 NAMED = {
     "chapter": problem_of((1, 1, 4096, 64)),
     "chapter-32-heads": problem_of((1, 32, 4096, 64)),

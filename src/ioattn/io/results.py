@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ioattn.io.problems import from_line
-from ioattn.io.traffic import compulsory, useful_flops
+from ioattn.io.traffic import Direction, compulsory, useful_flops
 from ioattn.problem import Problem
 
 COLUMNS = ("case", "direction", "implementation", "rate", "unit", "machine")
@@ -29,7 +29,7 @@ class Measured:
     @property
     def intensity(self) -> float:
         """Useful FLOPs per compulsory byte: where the point stands if caches catch every re-read."""
-        direction = "backward" if self.direction == "backward" else "forward"
+        direction: Direction = "backward" if self.direction == "backward" else "forward"
         return useful_flops(self.problem, direction) / compulsory(self.problem, direction)
 
 

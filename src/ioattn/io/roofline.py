@@ -7,6 +7,7 @@ from typing import Any
 
 from ioattn.io.ledger import Traffic
 from ioattn.io.machine import Machine
+from ioattn.io.problems import label
 from ioattn.io.tiles import Blocks
 from ioattn.io.traffic import Direction, compulsory, predict, useful_flops
 from ioattn.problem import Problem
@@ -66,7 +67,7 @@ class Bound:
         """Everything, as JSON takes it."""
         t = self.traffic
         return {
-            "problem": str(self.problem),
+            "problem": label(self.problem),
             "machine": self.machine.name,
             "schedule": self.schedule,
             "direction": self.direction,

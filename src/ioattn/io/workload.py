@@ -37,7 +37,9 @@ def ours(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """`ioattn.attention` on the backend that it chooses."""
     import ioattn
 
-    return ioattn.attention(q, k, v, causal=causal)
+    out = ioattn.attention(q, k, v, causal=causal)
+    assert isinstance(out, Tensor)
+    return out
 
 
 IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor, bool], Tensor]] = {

@@ -9,6 +9,7 @@ import typer
 
 from ioattn.cli.io import options as o
 from ioattn.io.loops import Line, backward_sums, line_bytes
+from ioattn.io.problems import label
 from ioattn.io.text import size, table
 from ioattn.io.tiles import Blocks
 from ioattn.io.traffic import Direction
@@ -63,7 +64,7 @@ def _text(problem: Problem, direction: Direction, blocks: Blocks, sides: dict[st
     columns = [[(line.code, size(moved) if moved else "", line.chip) for line, moved in s] for s in sides.values()]
     rows = [[text for cells in pair for text in cells] for pair in zip(*columns, strict=True)]
     rows.append([text for lines in sides.values() for text in ("in all", size(sum(m for _, m in lines)), "")])
-    lines = [f"{problem}, {direction}, blocks {blocks}", "", table(header, rows, left=len(header)), ""]
+    lines = [f"{label(problem)}, {direction}, blocks {blocks}", "", table(header, rows, left=len(header)), ""]
     lines.append("On chip: after the line, S and P the tile of scores and of weights. Everything else: in slow memory.")
     if direction == "forward":
         lines.append(_FORWARD.format("fa1", "fa2"))

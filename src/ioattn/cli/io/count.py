@@ -15,6 +15,7 @@ from torch import Tensor
 from ioattn.cli.io import options as o
 from ioattn.io import schedules, traffic
 from ioattn.io.ledger import Traffic
+from ioattn.io.problems import label
 from ioattn.io.reference import Check, check
 from ioattn.io.tensors import read_tensor
 from ioattn.io.text import size, table
@@ -136,7 +137,7 @@ def _run(
     with _one_thread(), _progress(f"{name} {direction}", predicted.total) as on_move:
         counted = schedules.count(problem, name, direction, inputs, blocks, sram, on_move)
     used = {n: x for n, x in inputs.items() if direction == "backward" or n != "dO"}
-    title = f"{problem}, {name} {direction}, blocks {blocks}"
+    title = f"{label(problem)}, {name} {direction}, blocks {blocks}"
     return _Report(title, predicted, counted.traffic, check(problem, used, counted.results))
 
 

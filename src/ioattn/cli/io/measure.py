@@ -10,6 +10,7 @@ import typer
 
 from ioattn.cli.io import options as o
 from ioattn.io import measure as counters
+from ioattn.io.problems import label
 from ioattn.io.text import size, table
 from ioattn.io.tiles import Blocks
 from ioattn.io.traffic import Direction, compulsory, predict
@@ -56,7 +57,7 @@ def measure(
             name: predict(problem, PREDICTED_BY[name], direction, Blocks(block_q, block_k)) for name in names
         }
         predicted = {name: {"read": t.read, "written": t.written} for name, t in predictions.items()}
-        typer.echo(json.dumps({"problem": str(problem), "measured": listed, "predicted": predicted}, indent=2))
+        typer.echo(json.dumps({"problem": label(problem), "measured": listed, "predicted": predicted}, indent=2))
         return
     typer.echo(text(problem, direction, found, Blocks(block_q, block_k)))
 
@@ -71,7 +72,7 @@ def text(problem: Problem, direction: Direction, found: dict[str, counters.Count
         rows.append((name, *map(size, moved), *predicted, len(c.kernels)))
     header = ("implementation", "DRAM read", "written", "L2 read", "written", "predicted", "read", "written", "kernels")
     least = compulsory(problem, direction)
-    lines = [f"{problem}, {direction}; compulsory {size(least)}", "", table(header, rows), ""]
+    lines = [f"{label(problem)}, {direction}; compulsory {size(least)}", "", table(header, rows), ""]
     for name, c in found.items():
         lines += [f"{name}: {line}" for line in explain(problem, direction, PREDICTED_BY[name], c, blocks)]
     return "\n".join(lines)

@@ -10,6 +10,7 @@ import typer
 
 from ioattn.cli.io import options as o
 from ioattn.io.machine import Machine, machine_of
+from ioattn.io.problems import label
 from ioattn.io.results import Measured, measured_points
 from ioattn.io.roofline import Bound, best_blocks, bound
 from ioattn.io.sweep import AXES, Axis, Point, sweep
@@ -93,7 +94,7 @@ def _text(bounds: list[Bound], measured_us: float | None) -> str:
     first = bounds[0]
     machine = first.machine
     head = [
-        f"{first.problem}, {first.direction}, on {machine.title}",
+        f"{label(first.problem)}, {first.direction}, on {machine.title}",
         f"ridge {first.peak / machine.bandwidth:.0f} FLOP per byte = {first.peak_kind} peak {rate(first.peak)} / "
         f"{machine.bandwidth / 1e12:.3g} TB/s",
         f"compulsory {size(first.compulsory)}, {first.useful_flops / 1e9:.4g} useful GFLOP: no schedule takes under "
