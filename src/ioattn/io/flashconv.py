@@ -158,7 +158,8 @@ def _of(u: Tensor, k: Tensor) -> Convolution:
         raise ValueError(
             f"k has shape {tuple(k.shape)}, {k.dtype}; it must be (H, N) of u, {tuple(u.shape)}, {u.dtype}"
         )
-    return Convolution(*u.shape, u.element_size())
+    batch, channels, length = u.shape
+    return Convolution(batch, channels, length, u.element_size())
 
 
 def _rfft(x: Tensor) -> Tensor:

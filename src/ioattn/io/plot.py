@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from ioattn.io.problems import label
 from ioattn.io.results import Measured
 from ioattn.io.roofline import Bound
 from ioattn.io.sweep import UNITS, Axis, Point
+from ioattn.io.text import size
 
 Theme = Literal["light", "dark"]
 
@@ -95,17 +97,18 @@ def _bars(axes: Any, bounds: Sequence[Bound]) -> None:
     starts = [0.0] * len(bounds)
     groups = [(t, [t]) for t in large] + [("other", [t for t in tensors if t not in large])]
     hatches = ("", "//", "..", "xx", "--", "\\\\", "oo", "++", "**")
-    for i, (label, members) in enumerate(g for g in groups if g[1]):
+    for i, (group, members) in enumerate(g for g in groups if g[1]):
         widths = [b.traffic.of(*members) / scale for b in bounds][::-1]
         colour, hatch = CYCLE[i % len(CYCLE)], hatches[i % len(hatches)]
-        axes.barh(names, widths, left=starts, label=label, color=colour, hatch=hatch, edgecolor="white", linewidth=0.4)
+        axes.barh(names, widths, left=starts, label=group, color=colour, hatch=hatch, edgecolor="white", linewidth=0.4)
         starts = [a + b for a, b in zip(starts, widths, strict=True)]
     for name, total in zip(names, starts, strict=True):
         axes.text(total, name, f" {total:.4g}", va="center")
     axes.axvline(bounds[0].compulsory / scale, linestyle="--", color=axes.xaxis.label.get_color(), linewidth=1)
     axes.text(bounds[0].compulsory / scale, len(names) - 0.45, " compulsory", fontsize=8.5, va="bottom")
     axes.set(xlabel=f"bytes moved, {unit}", title=f"{label(bounds[0].problem)}\n{bounds[0].direction}")
-    axes.margins(x=0.14, y=0.1)
+    axes.set_xlim(0, 1.16 * max(starts))
+    axes.margins(y=0.1)
     axes.legend(fontsize=8.5, ncols=2, loc="lower right")
 
 
@@ -116,7 +119,7 @@ def _roofline(axes: Any, bounds: Sequence[Bound], measured: Sequence[Measured]) 
     low, high = min([*shown, ridge]) / 3, max([*shown, ridge]) * 4
     ink = axes.xaxis.label.get_color()
     axes.loglog([low, ridge, high], [low * machine.bandwidth / 1e12, peak / 1e12, peak / 1e12], color=ink, linewidth=2)
-    axes.text(low * 1.1, low * machine.bandwidth / 1e12 * 1.5, f"{machine.bandwidth / 1e12:.3g} TB/s", fontsize=9)
+    axes.text(low * 1.6, low * machine.bandwidth / 1e12, f"{machine.bandwidth / 1e12:.3g} TB/s", fontsize=9)
     axes.text(high, peak / 1e12 * 1.08, f"{kind} peak {peak / 1e12:.4g}", ha="right", fontsize=9)
     axes.axvline(ridge, linestyle=":", color=ink, linewidth=1)
     axes.text(ridge, low * machine.bandwidth / 1e12, f" ridge {ridge:.0f}", fontsize=9)
@@ -129,23 +132,25 @@ def _roofline(axes: Any, bounds: Sequence[Bound], measured: Sequence[Measured]) 
         xs, ys = [m.intensity for m in points], [m.flops_per_s / 1e12 for m in points]
         axes.plot(xs, ys, "+x1234|_"[i % 8], color=CYCLE[i % len(CYCLE)], markersize=8, label=f"measured: {name}")
     axes.set(xlabel="intensity, FLOP per byte of slow memory", ylabel="TFLOP/s", title=machine.title)
-    axes.set_ylim(top=peak / 1e12 * 2)
-    axes.legend(fontsize=8.5, loc="lower right")
+    axes.set_ylim(top=peak / 1e12 * 6)
+    axes.legend(fontsize=8.5, loc="upper left")
 
 
 def sweep_plot(axis: Axis, series: Mapping[str, Sequence[Point]], path: Path, theme: Theme) -> None:
     """Bytes of each schedule against the varied quantity, log-log, with the compulsory floor."""
     anything = next(points for points in series.values() if points)
     problem, direction = anything[0].bound.problem, anything[0].bound.direction
-    scale, unit = _byte_unit(max(p.bound.traffic.total for points in series.values() for p in points))
     with figure(path, theme) as axes:
         for name, points in series.items():
-            xs, ys = [p.at for p in points], [p.bound.traffic.total / scale for p in points]
+            xs, ys = [p.at for p in points], [p.bound.traffic.total for p in points]
             axes.loglog(xs, ys, color=COLOURS[name], marker=MARKERS[name], label=name, base=2)
-        xs, floor = [p.at for p in anything], [p.bound.compulsory / scale for p in anything]
+        xs, floor = [p.at for p in anything], [p.bound.compulsory for p in anything]
         axes.loglog(xs, floor, "--", color=axes.xaxis.label.get_color(), label="compulsory", base=2)
-        _plain_ticks(axes, sorted({p.at for points in series.values() for p in points}))
-        axes.set(xlabel=UNITS[axis], ylabel=f"bytes moved, {unit}", title=f"{label(problem)}, {direction}")
+        at = sorted({p.at for points in series.values() for p in points})
+        axes.set_xticks(at, [str(x) for x in at] if axis == "sram" else map(_short, at))
+        axes.minorticks_off()
+        axes.yaxis.set_major_formatter(lambda value, _: size(value))
+        axes.set(xlabel=UNITS[axis], ylabel="bytes moved", title=f"{_without(axis, label(problem))}, {direction}")
         axes.legend(fontsize=8.5)
 
 
@@ -160,17 +165,25 @@ def lines(
             axes.plot(curve.x, curve.y, dashes, color=CYCLE[i % len(CYCLE)], marker=marker, label=curve.label)
         if "x" in log:
             axes.set_xscale("log", base=2)
-            _plain_ticks(axes, sorted({x for curve in curves for x in curve.x}))
+            at = sorted({x for curve in curves for x in curve.x})
+            axes.set_xticks(at, map(_short, at))
         if "y" in log:
             axes.set_yscale("log", base=2)
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:.4g}")
+        if log:
+            axes.minorticks_off()
         axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
         axes.legend(fontsize=8.5)
 
 
-def _plain_ticks(axes: Any, at: Sequence[float]) -> None:
-    axes.set_xticks(at, [f"{x / 1024:g}K" if x >= 1024 and x % 1024 == 0 else f"{x:g}" for x in at])
-    axes.minorticks_off()
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.4g}")
+def _short(x: float) -> str:
+    """A tick's label: powers of two from 1024 on as multiples of K."""
+    return f"{x / 1024:g}K" if x >= 1024 and x % 1024 == 0 else f"{x:g}"
+
+
+def _without(axis: Axis, title: str) -> str:
+    """A problem's line without what varies in the plot."""
+    return re.sub({"seqlen": r"N\d+(x\d+)? ", "heads": r"H\d+(/\d+)? "}.get(axis, "^$"), "", title)
 
 
 def _byte_unit(largest: float) -> tuple[float, str]:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ioattn.cli.io.options import AsJson, user_errors
-from ioattn.io.machine import KNOWN, Machine, machine_of, to_dict
+from ioattn.io.machine import GB, KNOWN, Machine, machine_of, to_dict
 from ioattn.io.text import size, table
 
 
@@ -36,5 +36,5 @@ def machines(
 def _row(machine: Machine) -> list[str]:
     rates = [f"{machine.flops[k] / 1e12:.4g}" if k in machine.flops else "-" for k in ("fp16", "bf16", "tf32", "fp32")]
     ridge = max(machine.flops.get("fp16", 0), machine.flops.get("bf16", 0)) / machine.bandwidth
-    sizes = [size(machine.sram), size(machine.l2), size(machine.memory), str(machine.cores)]
-    return [machine.name, f"{machine.bandwidth / 1e12:.3g}", *rates, f"{ridge:.0f}", *sizes]
+    sizes = [size(machine.sram), size(machine.l2), f"{machine.memory / GB:.0f} GB", str(machine.cores)]
+    return [machine.name, f"{machine.bandwidth / 1e12:.4g}", *rates, f"{ridge:.0f}", *sizes]

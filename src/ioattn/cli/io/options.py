@@ -59,7 +59,7 @@ def user_errors() -> Iterator[None]:
     """Errors in what the user asked for end the command with their message, not with a traceback."""
     try:
         yield
-    except (ValueError, TypeError, ModuleNotFoundError, MemoryError) as error:
+    except (ValueError, ModuleNotFoundError, MemoryError) as error:
         raise typer.BadParameter(str(error)) from None
 
 
