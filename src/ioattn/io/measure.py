@@ -14,6 +14,15 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ioattn.io.problems import label
+from ioattn.io.text import size, table
+from ioattn.io.tiles import Blocks
+from ioattn.io.traffic import Direction, compulsory, predict
+from ioattn.problem import Problem
+
+PREDICTED_BY = {"naive": "naive", "sdpa": "fa2", "ioattn": "fa2"}
+"""The schedule that stands beside each implementation."""
+
 METRICS = {
     "dram_read": "dram__bytes_read.sum",
     "dram_written": "dram__bytes_write.sum",
@@ -154,3 +163,49 @@ def _bytes(number: str, unit: str, metric: str) -> int:
     if not 0 <= value < float("inf"):
         raise ValueError(f"{metric} is {number!r}; it must be finite and not negative")
     return round(value * factor) * size
+
+
+def text(problem: Problem, direction: Direction, found: dict[str, Counters], blocks: Blocks) -> str:
+    """The table of measured and predicted bytes, and what explains the difference at each level."""
+    rows = []
+    for name, c in found.items():
+        t = predict(problem, PREDICTED_BY[name], direction, blocks)
+        moved = (c.dram_read, c.dram_written, c.l2_read, c.l2_written)
+        predicted = (f"{PREDICTED_BY[name]} {blocks}", size(t.read), size(t.written))
+        rows.append((name, *map(size, moved), *predicted, len(c.kernels)))
+    header = ("implementation", "DRAM read", "written", "L2 read", "written", "predicted", "read", "written", "kernels")
+    least = compulsory(problem, direction)
+    lines = [f"{label(problem)}, {direction}; compulsory {size(least)}", "", table(header, rows), ""]
+    for name, c in found.items():
+        lines += [f"{name}: {line}" for line in explain(problem, direction, PREDICTED_BY[name], c, blocks)]
+    return "\n".join(lines)
+
+
+def explain(problem: Problem, direction: Direction, schedule: str, measured: Counters, blocks: Blocks) -> list[str]:
+    """Sentences on the gap between the prediction and each level of the memory."""
+    predicted, least = predict(problem, schedule, direction, blocks), compulsory(problem, direction)
+    lines = []
+    if measured.dram < predicted.total:
+        caught = 1 - measured.dram / predicted.total
+        lines.append(
+            f"DRAM saw {size(measured.dram)} of the {size(predicted.total)} predicted: the L2 caught {caught:.0%}, "
+            + (
+                "re-reads of K and V."
+                if schedule == "fa2"
+                else "re-reads of S and P, and writes it had not passed on yet."
+            )
+        )
+    else:
+        lines.append(
+            f"DRAM saw {measured.dram / predicted.total:.2f} times the prediction: these kernels make more passes "
+            "(or larger copies) than the schedule."
+        )
+    if measured.dram < least:
+        lines.append(f"DRAM saw less than the compulsory {size(least)}: results were still in the L2 at the end.")
+    ratio = measured.l2 / predicted.total if predicted.total else float("inf")
+    rest = {
+        True: "smaller than predicted: its query tile is larger, or tiles are shared between SMs.",
+        False: "what every tile asks for, before any cache of memory; above 1 are smaller tiles and extra passes.",
+    }
+    lines.append(f"L2 saw {size(measured.l2)}, {ratio:.2f} of the prediction: {rest[ratio < 0.95]}")
+    return lines
