@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 from ioattn.cli.io import app
 from ioattn.io import flashconv, machine
-from ioattn.io.chapter import claims
+from ioattn.io.chapter import Claim
+from ioattn.io.chapter import claims as computed_claims
 from ioattn.io.loops import LOOPS, backward_sums, line_bytes
 from ioattn.io.machine import KNOWN, machine_of
 from ioattn.io.paged import Cache, churn, lengths_of, paging
@@ -36,10 +37,14 @@ def run(*arguments: str, code: int = 0) -> str:
     return result.output
 
 
-def test_every_claim_is_the_same_or_says_why():
-    found = claims()
-    assert all(claim.same or claim.why for claim in found)
-    assert len({(c.where, c.what) for c in found}) == len(found)
+@pytest.fixture(scope="module")
+def claims() -> list[Claim]:
+    return computed_claims()
+
+
+def test_every_claim_is_the_same_or_says_why(claims):
+    assert all(claim.same or claim.why for claim in claims)
+    assert len({(c.where, c.what) for c in claims}) == len(claims)
 
 
 @pytest.mark.parametrize(
@@ -74,8 +79,8 @@ def test_every_claim_is_the_same_or_says_why():
         ("decode: intensity = group size", "4 FLOP/B"),
     ],
 )
-def test_reproduced(what, ours):
-    (claim,) = [c for c in claims() if c.what == what]
+def test_reproduced(claims, what, ours):
+    (claim,) = [c for c in claims if c.what == what]
     assert claim.computed == claim.printed == ours
 
 
@@ -89,14 +94,14 @@ def test_reproduced(what, ours):
         ("tiles skipped, N 4096 at 64x64", 49.2),
     ],
 )
-def test_corrected(what, ours):
-    (claim,) = [c for c in claims() if c.what == what]
+def test_corrected(claims, what, ours):
+    (claim,) = [c for c in claims if c.what == what]
     assert not claim.same
     assert claim.ours == pytest.approx(ours, rel=0.01)
 
 
-def test_the_printed_update_is_among_the_corrections():
-    (wrong,) = [c for c in claims() if c.what.startswith("printed update")]
+def test_the_printed_update_is_among_the_corrections(claims):
+    (wrong,) = [c for c in claims if c.what.startswith("printed update")]
     assert wrong.ours > 0.1
     assert "l_old" in wrong.verdict
 
@@ -167,9 +172,7 @@ def test_sweeps(axis, case):
 
 def test_one_line_forms_come_back():
     for problem in NAMED.values():
-        line = (
-            f"{label(problem)}".replace(" causal", " cuda causal") if problem.band.bounded else f"{label(problem)} cuda"
-        )
+        line = str(problem).replace(" meta", " cuda")
         found = from_line(line)
         assert found == problem or "band" in line
     assert from_line("B1 H1 N8 D4 fp16 cuda softcap=3") is None
@@ -375,7 +378,7 @@ def test_importing_the_laboratory_loads_no_heavy_package():
     assert done.stdout.strip() == "[]"
 
 
-def test_theorem_2():
+def test_theorem_2(claims):
     # Without the fixed cost of the key tile the product of bytes and SRAM would be constant.
-    (slope,) = [c.ours for c in claims() if c.what.startswith("slope")]
+    (slope,) = [c.ours for c in claims if c.what.startswith("slope")]
     assert math.isclose(slope, -1, abs_tol=0.05)
