@@ -74,7 +74,7 @@ def test_the_command_asks_for_base_units_and_leaves_the_clocks_alone():
     asked = " ".join(measure.command("naive", (1, 1, 4096, 64), "fp16", causal=False, backward=True))
     for words in ("--print-units base", "--clock-control none", "--cache-control all", "--profile-from-start off"):
         assert words in asked
-    assert asked.endswith("-m ioattn.io.workload naive 1 1 4096 64 fp16 0 1")
+    assert asked.endswith("-m ioattn.bench.workload naive 1 1 4096 64 fp16 0 1")
 
 
 def test_without_a_gpu_the_reason_is_named(monkeypatch):

@@ -13,6 +13,7 @@ import ioattn
 COMMANDS = {
     "demo": "ioattn.cli.demo",
     "doctor": "ioattn.cli.doctor",
+    "io": "ioattn.cli.io",
     "why": "ioattn.cli.why",
 }
 """Sub-commands and where they live; a new one is a module and a row here."""

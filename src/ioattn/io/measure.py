@@ -1,8 +1,8 @@
 """Hardware counters of attention on a GPU, through Nsight Compute's command line, `ncu`.
 
-`ncu` runs the workload (`ioattn.io.workload`) as a child and prints one CSV row per kernel and metric. Every row's own
-unit is read; nothing is assumed of it. Caches are flushed before each kernel and clocks left alone, so bytes are those
-of a cold start and times are none to compare.
+`ncu` runs the workload (`ioattn.bench.workload`) as a child and prints one CSV row per kernel and metric. Every row's
+own unit is read; nothing is assumed of it. Caches are flushed before each kernel and clocks left alone, so bytes are
+those of a cold start and times are none to compare.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def command(
     implementation: str, sizes: tuple[int, int, int, int], dtype: str, causal: bool, backward: bool
 ) -> list[str]:
     """The `ncu` command line that measures one implementation."""
-    workload = [sys.executable, "-m", "ioattn.io.workload", implementation, *map(str, sizes), dtype]
+    workload = [sys.executable, "-m", "ioattn.bench.workload", implementation, *map(str, sizes), dtype]
     workload += [str(int(causal)), str(int(backward))]
     options = ["--csv", "--page", "raw", "--print-units", "base", "--metrics", ",".join(METRICS.values())]
     options += ["--cache-control", "all", "--clock-control", "none", "--target-processes", "all"]

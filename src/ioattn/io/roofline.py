@@ -106,6 +106,8 @@ def bound(
         ValueError: as `predict` does, or if the machine has no peak for the problem's dtype.
 
     Example:
+        >>> from ioattn.io.problems import problem_of
+        >>> from ioattn.io.machine import machine_of
         >>> it = bound(problem_of((1, 1, 4096, 64)), machine_of("h100"), "fa2")
         >>> f"{it.binds}, {it.attainable / 1e12:.0f} TFLOP/s"
         'bandwidth, 211 TFLOP/s'

@@ -1,6 +1,6 @@
 """One measured call of attention in a process of its own, for a profiler to watch.
 
-    python -m ioattn.io.workload naive|sdpa|ioattn B H N D DTYPE CAUSAL BACKWARD
+    python -m ioattn.bench.workload naive|sdpa|ioattn B H N D DTYPE CAUSAL BACKWARD
 
 Everything is run once to compile and allocate; then the profiler is turned on around one call.
 """
