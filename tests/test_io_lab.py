@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -352,8 +354,22 @@ def test_plots_are_drawn(arguments, tmp_path):
     run(*arguments, "--plot", str(tmp_path / "x.svg"))
     text = (tmp_path / "x.svg").read_text()
     assert text.count("<svg") == 1
-    # Axis labels are drawn as paths with their text beside them.
-    assert "<!-- " in text
+    assert len(re.findall(r"<text[^>]*>[^<]*[a-z]{4}", text)) >= 3  # a title, an axis, a legend
+
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "io.md"
+COMMANDS = re.findall(r"^ioattn io (.*)$", DOCUMENT.read_text(), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", sorted({c for c in COMMANDS if c != "measure" and "--case chapter" not in c}))
+def test_the_documents_commands_run(command, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    run(*command.split(), code=1 if "as-printed" in command else 0)
+    for name in re.findall(r"--plot (\S+)", command):
+        assert (tmp_path / name).stat().st_size > 1000
+        for theme in ("light", "dark"):
+            assert (DOCUMENT.parent / "figures" / name.replace(".", f"-{theme}.")).exists()
 
 
 def test_one_png(tmp_path):

@@ -71,6 +71,7 @@ def figure(path: Path, theme: Theme, width: float = 7.5, height: float = 4.2, co
         "axes.spines.right": False,
         "legend.framealpha": 0.85,
         "legend.edgecolor": "none",
+        "svg.fonttype": "none",  # text stays text: searchable, and a tenth of the size
         "svg.hashsalt": "ioattn",  # the same figure is the same file
     }
     with mpl.rc_context(style):
@@ -96,10 +97,10 @@ def _bars(axes: Any, bounds: Sequence[Bound]) -> None:
     names = [b.schedule for b in bounds][::-1]
     starts = [0.0] * len(bounds)
     groups = [(t, [t]) for t in large] + [("other", [t for t in tensors if t not in large])]
-    hatches = ("", "//", "..", "xx", "--", "\\\\", "oo", "++", "**")
+    hatches = ("", "//", "\\\\", "xx", "--", "||", "++", "/", "\\")
     for i, (group, members) in enumerate(g for g in groups if g[1]):
         widths = [b.traffic.of(*members) / scale for b in bounds][::-1]
-        colour, hatch = CYCLE[i % len(CYCLE)], hatches[i % len(hatches)]
+        colour, hatch = _shade(axes, CYCLE[i % len(CYCLE)]), hatches[i % len(hatches)]
         axes.barh(names, widths, left=starts, label=group, color=colour, hatch=hatch, edgecolor="white", linewidth=0.4)
         starts = [a + b for a, b in zip(starts, widths, strict=True)]
     for name, total in zip(names, starts, strict=True):
@@ -125,12 +126,24 @@ def _roofline(axes: Any, bounds: Sequence[Bound], measured: Sequence[Measured]) 
     axes.text(ridge, low * machine.bandwidth / 1e12, f" ridge {ridge:.0f}", fontsize=9)
     for b in (b for b in bounds if b.traffic.total):
         label = f"{b.schedule}: {b.attainable / 1e12:.3g} TFLOP/s at {b.traffic.intensity:.3g}"
-        style = {"color": COLOURS[b.schedule], "marker": MARKERS[b.schedule], "markersize": 9, "linestyle": "none"}
+        style = {
+            "color": _shade(axes, COLOURS[b.schedule]),
+            "marker": MARKERS[b.schedule],
+            "markersize": 9,
+            "linestyle": "none",
+        }
         axes.plot(b.traffic.intensity, b.attainable / 1e12, label=label, **style)
     for i, name in enumerate(dict.fromkeys(m.implementation for m in measured)):
         points = [m for m in measured if m.implementation == name]
         xs, ys = [m.intensity for m in points], [m.flops_per_s / 1e12 for m in points]
-        axes.plot(xs, ys, "+x1234|_"[i % 8], color=CYCLE[i % len(CYCLE)], markersize=8, label=f"measured: {name}")
+        axes.plot(
+            xs,
+            ys,
+            "+x1234|_"[i % 8],
+            color=_shade(axes, CYCLE[i % len(CYCLE)]),
+            markersize=8,
+            label=f"measured: {name}",
+        )
     axes.set(xlabel="intensity, FLOP per byte of slow memory", ylabel="TFLOP/s", title=machine.title)
     axes.set_ylim(top=peak / 1e12 * 6)
     axes.legend(fontsize=8.5, loc="upper left")
@@ -143,7 +156,7 @@ def sweep_plot(axis: Axis, series: Mapping[str, Sequence[Point]], path: Path, th
     with figure(path, theme) as axes:
         for name, points in series.items():
             xs, ys = [p.at for p in points], [p.bound.traffic.total for p in points]
-            axes.loglog(xs, ys, color=COLOURS[name], marker=MARKERS[name], label=name, base=2)
+            axes.loglog(xs, ys, color=_shade(axes, COLOURS[name]), marker=MARKERS[name], label=name, base=2)
         xs, floor = [p.at for p in anything], [p.bound.compulsory for p in anything]
         axes.loglog(xs, floor, "--", color=axes.xaxis.label.get_color(), label="compulsory", base=2)
         at = sorted({p.at for points in series.values() for p in points})
@@ -162,7 +175,9 @@ def lines(
         for i, curve in enumerate(curves):
             marker = "osD^vPX"[i % 7]
             dashes = "--" if curve.dashed else "-"
-            axes.plot(curve.x, curve.y, dashes, color=CYCLE[i % len(CYCLE)], marker=marker, label=curve.label)
+            axes.plot(
+                curve.x, curve.y, dashes, color=_shade(axes, CYCLE[i % len(CYCLE)]), marker=marker, label=curve.label
+            )
         if "x" in log:
             axes.set_xscale("log", base=2)
             at = sorted({x for curve in curves for x in curve.x})
@@ -174,6 +189,12 @@ def lines(
             axes.minorticks_off()
         axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
         axes.legend(fontsize=8.5)
+
+
+def _shade(axes: Any, colour: str) -> str:
+    """The palette's dark blue and sky blue are exchanged for lighter ones on a dark ground."""
+    on_dark = {"#0072B2": "#56B4E9", "#56B4E9": "#B8E2FA"}
+    return on_dark.get(colour, colour) if sum(axes.get_facecolor()[:3]) < 1.5 else colour
 
 
 def _short(x: float) -> str:
