@@ -134,22 +134,11 @@ def _run(
     sram: int | None,
 ) -> _Report:
     predicted = traffic.predict(problem, name, direction, blocks)
-    with _one_thread(), _progress(f"{name} {direction}", predicted.total) as on_move:
+    with _progress(f"{name} {direction}", predicted.total) as on_move:
         counted = schedules.count(problem, name, direction, inputs, blocks, sram, on_move)
     used = {n: x for n, x in inputs.items() if direction == "backward" or n != "dO"}
     title = f"{label(problem)}, {name} {direction}, blocks {blocks}"
     return _Report(title, predicted, counted.traffic, check(problem, used, counted.results))
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Tiles are too small to share among threads: waking them costs more than they save."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextmanager

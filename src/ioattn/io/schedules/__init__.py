@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ioattn.io.ledger import Traffic
@@ -96,4 +98,16 @@ def count(
 
 
 def _results(memory: Memory, algorithm: Algorithm, task: Task) -> dict[str, Tensor]:
-    return {name: memory.values(slow) for name, slow in algorithm(task, memory).items()}
+    with _one_thread():
+        return {name: memory.values(slow) for name, slow in algorithm(task, memory).items()}
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Tiles are too small to share among threads: waking them costs more than they save."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
