@@ -42,9 +42,8 @@ def check(problem: Problem, given: Values, results: Values) -> list[Check]:
     """
     if problem.dtype == torch.float64:
         raise ValueError("dtype is fp64; it must be fp16, bf16 or fp32: the check's truth is float64 itself")
-    straight = torch.arange(problem.len_k)
-    truth = _every_step_in(problem, given, torch.float64, straight)
-    ways = list(_rounded_ways(problem, given, straight))
+    truth = exact(problem, given)
+    ways = list(_rounded_ways(problem, given))
     checks = []
     for name in (n for n in truth if n in results):
         own = max(_distance(way[name], truth[name]) for way in ways)
@@ -54,11 +53,17 @@ def check(problem: Problem, given: Values, results: Values) -> list[Check]:
     return checks
 
 
-def _rounded_ways(problem: Problem, given: Values, straight: Tensor) -> Iterator[dict[str, Tensor]]:
+def exact(problem: Problem, given: Values) -> dict[str, Tensor]:
+    """O, and where dO is given dQ, dK and dV, in float64."""
+    return _every_step_in(problem, given, torch.float64, torch.arange(problem.len_k))
+
+
+def _rounded_ways(problem: Problem, given: Values) -> Iterator[dict[str, Tensor]]:
     """Untiled attention with what the naive steps round, and with what FlashAttention rounds; in several key orders."""
     few = problem.len_q * problem.len_k <= FEW_SCORES
     for seed in range(8 if few else 1):
-        order = torch.randperm(problem.len_k, generator=torch.Generator().manual_seed(seed)) if few else straight
+        shuffled = torch.randperm(problem.len_k, generator=torch.Generator().manual_seed(seed))
+        order = shuffled if few else torch.arange(problem.len_k)
         yield _every_step_in(problem, given, problem.dtype, order)
         yield _sums_unrounded(problem, given, order)
 
