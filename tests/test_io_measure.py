@@ -11,6 +11,7 @@ from ioattn.io import measure
 from ioattn.io.measure import Counters, MeasureError, explain, parse, text
 from ioattn.io.problems import problem_of
 from ioattn.io.tiles import Blocks
+from ioattn.io.traffic import compulsory
 
 # The form of `ncu --csv --page raw`: the workload's lines, names, units, a row per kernel.
 NAMES = (
@@ -104,6 +105,22 @@ def test_what_ncu_says_is_passed_on(monkeypatch, output, code, message):
     )
     with pytest.raises(MeasureError, match=message):
         measure.measure("sdpa", (1, 1, 64, 16), "fp16")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backward", [False, True])
+def test_counters_of_the_exercise(backward):
+    reason = measure.unusable()
+    if reason is not None:
+        pytest.skip(reason)
+    problem = problem_of((1, 1, 4096, 64))
+    direction = "backward" if backward else "forward"
+    naive, sdpa = (measure.measure(name, (1, 1, 4096, 64), "fp16", backward=backward) for name in ("naive", "sdpa"))
+    assert len(naive.kernels) >= 3
+    # The naive steps move matrices of N x N, the fused ones do not: at both levels, whatever the caches hold.
+    assert naive.dram > 10 * sdpa.dram
+    assert naive.l2 > 3 * sdpa.l2
+    assert sdpa.dram_read < 4 * compulsory(problem, direction)
 
 
 def test_the_gap_is_explained_by_level():

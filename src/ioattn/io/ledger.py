@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -20,13 +21,15 @@ class Traffic:
     """What a schedule costs: `moves` in the order they first happen, and three totals.
 
     `flops` are those of the matrix products, masked or not; `on_chip` is the fast memory that the schedule needs at
-    once; `extra` is the slow memory that it needs besides the inputs, outputs and gradients of attention.
+    once; `extra` is the slow memory that it needs besides the inputs, outputs and gradients of attention. `tiles` says
+    what is on the chip when it is fullest, in bytes; only a prediction knows.
     """
 
     moves: tuple[Move, ...]
     flops: int
     on_chip: int
     extra: int
+    tiles: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def read(self) -> int:
@@ -51,11 +54,6 @@ class Traffic:
     def of(self, *tensors: str) -> int:
         """Bytes both ways of these tensors, over all steps."""
         return sum(move.read + move.written for move in self.moves if move.tensor in tensors)
-
-    def __add__(self, other: Traffic) -> Traffic:
-        """Both, one after the other."""
-        moves, flops = self.moves + other.moves, self.flops + other.flops
-        return Traffic(moves, flops, max(self.on_chip, other.on_chip), max(self.extra, other.extra))
 
 
 class Ledger:

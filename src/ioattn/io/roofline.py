@@ -93,6 +93,7 @@ class Bound:
             "floor_seconds": self.floor_seconds,
             "extra_bytes": t.extra,
             "on_chip_bytes": t.on_chip,
+            "on_chip_tiles": dict(t.tiles),
             "fits_chip": self.fits_chip,
         }
 

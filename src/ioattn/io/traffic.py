@@ -27,6 +27,9 @@ Direction = Literal["forward", "backward"]
 Rows = list[tuple[str, str, int, int]]
 """Step, tensor, bytes read, bytes written."""
 
+Tiles = dict[str, int]
+"""What one step holds on the chip, in bytes."""
+
 
 def predict(problem: Problem, schedule: str, direction: Direction = "forward", blocks: Blocks | None = None) -> Traffic:
     """What `schedule` moves for `problem`, byte for byte what `count` finds.
@@ -149,9 +152,10 @@ class _Sizes:
         return self.heads * self.problem.len_q * self.c
 
 
-def _traffic(rows: Rows, flops: int, on_chip: int, extra: int) -> Traffic:
+def _traffic(rows: Rows, flops: int, steps: list[Tiles], extra: int) -> Traffic:
     moves = tuple(Move(*row) for row in rows if row[2] or row[3])
-    return Traffic(moves, flops, on_chip, extra)
+    fullest = max(steps, key=lambda tiles: sum(tiles.values()))
+    return Traffic(moves, flops, sum(fullest.values()), extra, fullest)
 
 
 def _naive_forward(s: _Sizes, softmax_reads: int) -> Traffic:
@@ -166,13 +170,14 @@ def _naive_forward(s: _Sizes, softmax_reads: int) -> Traffic:
         ("O = P V", "P", s.scores, 0),
         ("O = P V", "O", 0, s.queries(p.dim_v)),
     ]
-    on_chip = max(
-        (p.len_k + bq) * p.dim * s.e + bq * bk * s.c,
-        bq * ((bk if softmax_reads == 3 else p.len_k) + 2) * s.c,
-        p.len_k * p.dim_v * s.e + bq * p.dim_v * s.c + bq * bk * s.e,
-    )
+    width = bk if softmax_reads == 3 else p.len_k
+    steps = [
+        {"K": p.len_k * p.dim * s.e, "q_tile": bq * p.dim * s.e, "scores": bq * bk * s.c},
+        {"scores": bq * width * s.c, "row_max, row_sum": 2 * bq * s.c},
+        {"V": p.len_k * p.dim_v * s.e, "acc": bq * p.dim_v * s.c, "weights": bq * bk * s.e},
+    ]
     flops = 2 * s.heads * p.len_q * p.len_k * (p.dim + p.dim_v)
-    return _traffic(moves, flops, on_chip, extra=2 * s.scores)
+    return _traffic(moves, flops, steps, extra=2 * s.scores)
 
 
 def _naive_backward(s: _Sizes, softmax_reads: int) -> Traffic:
@@ -195,32 +200,31 @@ def _naive_backward(s: _Sizes, softmax_reads: int) -> Traffic:
         ("dK = dS^T Q", "dS", s.scores, 0),
         ("dK = dS^T Q", "dK", 0, s.keys(p.dim)),
     ]
-    stored = bq * bk * s.e
-    on_chip = max(
-        p.group * p.len_q * p.dim_v * s.e + bk * p.dim_v * s.c + stored,
-        (p.len_k + bq) * p.dim_v * s.e + bq * bk * s.c,
-        bq * (2 * (bk if softmax_reads == 2 else p.len_k) + 1) * s.c,
-        p.len_k * p.dim * s.e + bq * p.dim * s.c + stored,
-        p.group * p.len_q * p.dim * s.e + bk * p.dim * s.c + stored,
-    )
+    stored, width = bq * bk * s.e, bk if softmax_reads == 2 else p.len_k
+    steps = [
+        {"dO": p.group * p.len_q * p.dim_v * s.e, "dv": bk * p.dim_v * s.c, "weights": stored},
+        {"V": p.len_k * p.dim_v * s.e, "dout_tile": bq * p.dim_v * s.e, "dweights": bq * bk * s.c},
+        {"weights": bq * width * s.c, "dweights": bq * width * s.c, "delta": bq * s.c},
+        {"K": p.len_k * p.dim * s.e, "dq": bq * p.dim * s.c, "dscores": stored},
+        {"Q": p.group * p.len_q * p.dim * s.e, "dk": bk * p.dim * s.c, "dscores": stored},
+    ]
     flops = 2 * s.heads * p.len_q * p.len_k * (2 * p.dim + 2 * p.dim_v)
-    return _traffic(moves, flops, on_chip, extra=3 * s.scores)
+    return _traffic(moves, flops, steps, extra=3 * s.scores)
 
 
 def _fa1_forward(s: _Sizes) -> Traffic:
-    p, (bq, bk), v = s.problem, s.tile, s.visits
+    p, bq, v = s.problem, s.tile[0], s.visits
     again, blind = v.query_rows - v.live_queries, p.len_q - v.live_queries
     moves: Rows = [("forward", "K", s.keys(p.dim), 0), ("forward", "V", s.keys(p.dim_v), 0)]
     moves += [("forward", "Q", s.heads * v.query_rows * p.dim * s.e, 0)]
     for tensor, row_bytes in (("O", p.dim_v * s.e), ("m", s.c), ("l", s.c)):
         moves += [("forward", tensor, s.heads * again * row_bytes, s.heads * (v.query_rows + blind) * row_bytes)]
-    on_chip = (bk * (p.dim + p.dim_v) + bq * p.dim) * s.e + bq * (p.dim_v + bk + 4) * s.c
     flops = 2 * s.heads * v.pairs * (p.dim + p.dim_v)
-    return _traffic(moves, flops, on_chip, extra=2 * s.rows)
+    return _traffic(moves, flops, [_online_softmax_tiles(s, bq)], extra=2 * s.rows)
 
 
 def _fa1_backward(s: _Sizes) -> Traffic:
-    p, (bq, bk), v = s.problem, s.tile, s.visits
+    p, bq, v = s.problem, s.tile[0], s.visits
     again, blind = v.query_rows - v.live_queries, p.len_q - v.live_queries
     moves: Rows = [("backward", "K", s.keys(p.dim), 0), ("backward", "V", s.keys(p.dim_v), 0)]
     for tensor, row_bytes in (("Q", p.dim * s.e), ("O", p.dim_v * s.e), ("dO", p.dim_v * s.e), ("m", s.c), ("l", s.c)):
@@ -231,14 +235,13 @@ def _fa1_backward(s: _Sizes) -> Traffic:
         ("backward", "dK", 0, s.keys(p.dim)),
         ("backward", "dV", 0, s.keys(p.dim_v)),
     ]
-    inputs = bk * (p.dim + p.dim_v) + bq * (p.dim + 2 * p.dim_v)
-    sums = bk * (p.dim + p.dim_v) + bq * p.dim + 2 * bq * bk + 3 * bq
+    tiles = _backward_tiles(s) | {"out_tile": bq * p.dim_v * s.e, "row_max, row_sum, delta": 3 * bq * s.c}
     flops = 2 * s.heads * v.pairs * (3 * p.dim + 2 * p.dim_v)
-    return _traffic(moves, flops, inputs * s.e + sums * s.c, extra=2 * s.rows)
+    return _traffic(moves, flops, [tiles], extra=2 * s.rows)
 
 
 def _fa2_forward(s: _Sizes) -> Traffic:
-    p, (bq, bk), v = s.problem, s.tile, s.visits
+    p, v = s.problem, s.visits
     moves = [
         ("forward", "Q", s.queries(p.dim), 0),
         ("forward", "K", s.heads * v.key_rows * p.dim * s.e, 0),
@@ -246,13 +249,12 @@ def _fa2_forward(s: _Sizes) -> Traffic:
         ("forward", "O", 0, s.queries(p.dim_v)),
         ("forward", "LSE", 0, s.rows),
     ]
-    on_chip = (bk * (p.dim + p.dim_v) + bq * p.dim) * s.e + bq * (p.dim_v + bk + 4) * s.c
     flops = 2 * s.heads * v.pairs * (p.dim + p.dim_v)
-    return _traffic(moves, flops, on_chip, extra=s.rows)
+    return _traffic(moves, flops, [_online_softmax_tiles(s, s.tile[0])], extra=s.rows)
 
 
 def _fa2_backward(s: _Sizes) -> Traffic:
-    p, (bq, bk), v = s.problem, s.tile, s.visits
+    p, bq, v = s.problem, s.tile[0], s.visits
     visited_rows = s.heads * v.query_rows
     dq_sum, dq_visited = s.rows * p.dim, visited_rows * p.dim * s.c
     moves = [
@@ -272,18 +274,20 @@ def _fa2_backward(s: _Sizes) -> Traffic:
         ("dQ = round(dQ sum)", "dQ sum", dq_sum, 0),
         ("dQ = round(dQ sum)", "dQ", 0, s.queries(p.dim)),
     ]
-    inputs = (bk + bq) * (p.dim + p.dim_v)
-    sums = bk * (p.dim + p.dim_v) + bq * p.dim + 2 * bq * bk + 2 * bq
-    on_chip = max(inputs * s.e + sums * s.c, 2 * bq * p.dim_v * s.e, bq * p.dim * s.c)
+    steps = [
+        _backward_tiles(s) | {"lse, delta": 2 * bq * s.c},
+        {"dout_tile": bq * p.dim_v * s.e, "out_tile": bq * p.dim_v * s.e},
+        {"dq": bq * p.dim * s.c},
+    ]
     flops = 2 * s.heads * v.pairs * (3 * p.dim + 2 * p.dim_v)
-    return _traffic(moves, flops, on_chip, extra=2 * s.rows + dq_sum)
+    return _traffic(moves, flops, steps, extra=2 * s.rows + dq_sum)
 
 
 def _split_kv_forward(s: _Sizes) -> Traffic:
     p = s.problem
     grid = Grid.of(p, s.blocks, packed_group=True)
     pieces, v = len(list(grid.pieces())), grid.visits()
-    bq, bk = min(s.blocks.q, grid.rows), s.tile[1]
+    bq = min(s.blocks.q, grid.rows)
     partial_out, partial_lse = pieces * s.rows * p.dim_v, pieces * s.rows
     moves = [
         ("partial results", "Q", pieces * s.queries(p.dim), 0),
@@ -296,10 +300,34 @@ def _split_kv_forward(s: _Sizes) -> Traffic:
         ("merge", "O", 0, s.queries(p.dim_v)),
         ("merge", "LSE", 0, s.rows),
     ]
-    partial = (bk * (p.dim + p.dim_v) + bq * p.dim) * s.e + bq * (p.dim_v + bk + 4) * s.c
-    on_chip = max(partial, bq * (2 * p.dim_v + 5) * s.c)
+    merging = {"acc": bq * p.dim_v * s.c, "partial out": bq * p.dim_v * s.c, "row statistics": 5 * bq * s.c}
     flops = 2 * s.kv_heads * v.pairs * (p.dim + p.dim_v)
-    return _traffic(moves, flops, on_chip, extra=partial_out + partial_lse + s.rows)
+    return _traffic(moves, flops, [_online_softmax_tiles(s, bq), merging], extra=partial_out + partial_lse + s.rows)
+
+
+def _online_softmax_tiles(s: _Sizes, bq: int) -> Tiles:
+    p, bk = s.problem, s.tile[1]
+    return {
+        "q_tile": bq * p.dim * s.e,
+        "k_tile": bk * p.dim * s.e,
+        "v_tile": bk * p.dim_v * s.e,
+        "scores": bq * bk * s.c,
+        "acc": bq * p.dim_v * s.c,
+        "row_max, row_sum and their next": 4 * bq * s.c,
+    }
+
+
+def _backward_tiles(s: _Sizes) -> Tiles:
+    p, (bq, bk) = s.problem, s.tile
+    return {
+        "q_tile": bq * p.dim * s.e,
+        "dout_tile": bq * p.dim_v * s.e,
+        "k_tile": bk * p.dim * s.e,
+        "v_tile": bk * p.dim_v * s.e,
+        "dk, dv": bk * (p.dim + p.dim_v) * s.c,
+        "dq": bq * p.dim * s.c,
+        "weights, dscores": 2 * bq * bk * s.c,
+    }
 
 
 def _span(reached: tuple[int, int]) -> int:

@@ -129,7 +129,9 @@ def _notes(bounds: list[Bound]) -> list[str]:
 
 def _steps(b: Bound) -> str:
     rows = [(m.step, m.tensor, size(m.read), size(m.written)) for m in b.traffic.moves]
-    return f"{b.schedule}\n{table(('step', 'tensor', 'read', 'written'), rows, left=2)}\n"
+    held = ", ".join(f"{name} {size(n)}" for name, n in b.traffic.tiles.items())
+    head = f"{b.schedule}: on chip at its fullest {held}"
+    return f"{head}\n{table(('step', 'tensor', 'read', 'written'), rows, left=2)}\n"
 
 
 def _show_sweep(axis: Axis, series: dict[str, list[Point]], as_json: bool, plot: str | None, theme: str) -> None:

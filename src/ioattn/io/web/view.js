@@ -182,7 +182,8 @@ function drawRoofline() {
   const ridge = peak / machine.bandwidth;
   const shown = [...points.map((p) => p.intensity), ...measured.map((m) => m.intensity), ridge];
   const [low, high] = [Math.min(...shown) / 3, Math.max(...shown) * 4];
-  const [bottom, top] = [low * machine.bandwidth, peak * 12];
+  // Room above the roof for the list of names, which takes more of a narrow drawing.
+  const [bottom, top] = [low * machine.bandwidth, peak * (width < 500 ? 100 : 12)];
   const X = (i) => 60 + ((width - 80) * Math.log(i / low)) / Math.log(high / low);
   const Y = (r) => 350 - (330 * Math.log(r / bottom)) / Math.log(top / bottom);
   const parts = [axes(low, high, bottom, top, X, Y, width)];
