@@ -1,6 +1,8 @@
 """Read a GPU's counters for the laboratory's problems and write them as text and JSON.
 
-    python benchmarks/io_counters.py FOLDER
+    PYTHONPATH=src python benchmarks/io_counters.py FOLDER
+
+The first problem is also read with caches left as they are between kernels.
 
 Needs `ncu` on the PATH, a CUDA GPU and permission to read its counters; takes about ten seconds per row.
 """
@@ -14,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from ioattn.io.measure import PREDICTED_BY, Counters, MeasureError, measure, text
+from ioattn.io.measure import PREDICTED_BY, Call, Counters, MeasureError, measure, text, unusable
 from ioattn.io.problems import label, problem_of
 from ioattn.io.tiles import Blocks
 from ioattn.io.traffic import Direction
@@ -32,21 +34,19 @@ def main(folder: Path) -> int:
     """Measure every case; a case that fails is written as its error, and the exit code is then 1."""
     folder.mkdir(parents=True, exist_ok=True)
     records, pages, failed = [], [torch.cuda.get_device_name()], False
-    for sizes, dtype, causal in CASES:
+    for (sizes, dtype, causal), warm in [*((case, False) for case in CASES), (CASES[0], True)]:
         problem = problem_of(sizes, dtype, causal=causal)
         for direction in DIRECTIONS:
             found: dict[str, Counters] = {}
             for name in PREDICTED_BY:
                 try:
-                    found[name] = measure(name, sizes, dtype, causal, direction == "backward")
+                    found[name] = measure(Call(name, sizes, dtype, causal, direction == "backward"), warm)
                 except (MeasureError, ValueError) as error:
                     failed = True
                     pages.append(f"{label(problem)}, {direction}, {name}: {error}")
-            records += [
-                {"case": label(problem), "direction": direction, "implementation": name, **dataclasses.asdict(counters)}
-                for name, counters in found.items()
-            ]
-            pages.append(text(problem, direction, found, Blocks(128, 128)))
+            asked = {"case": label(problem), "direction": direction, "warm": warm}
+            records += [asked | {"implementation": n, **dataclasses.asdict(c)} for n, c in found.items()]
+            pages.append(("warm: " if warm else "") + text(problem, direction, found, Blocks(128, 128)))
             (folder / "io_counters.txt").write_text("\n\n".join(pages) + "\n")
             (folder / "io_counters.json").write_text(json.dumps(records, indent=2) + "\n")
     sys.stdout.write("\n\n".join(pages) + "\n")
@@ -56,4 +56,6 @@ def main(folder: Path) -> int:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         raise SystemExit(__doc__)
+    if (reason := unusable()) is not None:
+        raise SystemExit(f"cannot measure: {reason}")
     raise SystemExit(main(Path(sys.argv[1])))

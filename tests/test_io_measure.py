@@ -7,9 +7,11 @@ import subprocess
 import pytest
 import torch
 
+from ioattn.bench import workload
 from ioattn.io import measure
-from ioattn.io.measure import Counters, MeasureError, explain, parse, text
+from ioattn.io.measure import Call, Counters, MeasureError, explain, parse, text
 from ioattn.io.problems import problem_of
+from ioattn.io.reference import check
 from ioattn.io.tiles import Blocks
 from ioattn.io.traffic import compulsory
 
@@ -72,16 +74,26 @@ def test_what_cannot_be_read_is_refused(lines, message):
 
 
 def test_the_command_asks_for_base_units_and_leaves_the_clocks_alone():
-    asked = " ".join(measure.command("naive", (1, 1, 4096, 64), "fp16", causal=False, backward=True))
+    asked = " ".join(measure.command(Call("naive", (1, 1, 4096, 64), "fp16", backward=True)))
     for words in ("--print-units base", "--clock-control none", "--cache-control all", "--profile-from-start off"):
         assert words in asked
+    assert "--cache-control none" in " ".join(measure.command(Call("sdpa", (1, 1, 64, 16), "fp16"), warm=True))
     assert asked.endswith("-m ioattn.bench.workload naive 1 1 4096 64 fp16 0 1")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_measured_implementations_compute_the_same(causal):
+    given = {name: torch.randn(1, 2, 33, 16) for name in ("Q", "K", "V")}
+    problem = problem_of((1, 2, 33, 16), "fp32", causal=causal)
+    for run in workload.IMPLEMENTATIONS.values():
+        out = run(given["Q"], given["K"], given["V"], causal)
+        assert all(checked.holds for checked in check(problem, given, {"O": out}))
 
 
 def test_without_a_gpu_the_reason_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(MeasureError, match="torch sees no CUDA GPU here"):
-        measure.measure("naive", (1, 1, 64, 16), "fp16")
+        measure.measure(Call("naive", (1, 1, 64, 16), "fp16"))
 
 
 def test_without_ncu_the_reason_is_named(monkeypatch):
@@ -104,7 +116,7 @@ def test_what_ncu_says_is_passed_on(monkeypatch, output, code, message):
         measure.subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, code, stdout=output, stderr="")
     )
     with pytest.raises(MeasureError, match=message):
-        measure.measure("sdpa", (1, 1, 64, 16), "fp16")
+        measure.measure(Call("sdpa", (1, 1, 64, 16), "fp16"))
 
 
 @pytest.mark.gpu
@@ -115,7 +127,8 @@ def test_counters_of_the_exercise(backward):
         pytest.skip(reason)
     problem = problem_of((1, 1, 4096, 64))
     direction = "backward" if backward else "forward"
-    naive, sdpa = (measure.measure(name, (1, 1, 4096, 64), "fp16", backward=backward) for name in ("naive", "sdpa"))
+    calls = [Call(name, (1, 1, 4096, 64), "fp16", backward=backward) for name in ("naive", "sdpa")]
+    naive, sdpa = map(measure.measure, calls)
     assert len(naive.kernels) >= 3
     # The naive steps move matrices of N x N, the fused ones do not: at both levels, whatever the caches hold.
     assert naive.dram > 10 * sdpa.dram
@@ -130,8 +143,8 @@ def test_the_gap_is_explained_by_level():
     flash = Counters(("flash",), 1_600_000, 0, 20_500_000, 500_000)
     dram, l2 = explain(problem, "forward", "naive", naive, blocks)
     assert dram == (
-        "DRAM saw 122.1 MiB of the 194 MiB predicted: the L2 caught 37%, re-reads of S and P, and writes it had not "
-        "passed on yet."
+        "DRAM saw 122.1 MiB of the 194 MiB predicted: the L2 caught 37%, re-reads of S and P, and writes that it had "
+        "not passed on when a kernel ended."
     )
     assert l2.startswith("L2 saw 338.6 MiB, 1.75 of the prediction: ")
     dram, less, l2 = explain(problem, "forward", "fa2", flash, blocks)

@@ -1,8 +1,8 @@
 """Hardware counters of attention on a GPU, through Nsight Compute's command line, `ncu`.
 
 `ncu` runs the workload (`ioattn.bench.workload`) as a child and prints one CSV row per kernel and metric. Every row's
-own unit is read; nothing is assumed of it. Caches are flushed before each kernel and clocks left alone, so bytes are
-those of a cold start and times are none to compare.
+own unit is read; nothing is assumed of it. Caches are flushed before each kernel unless asked otherwise: then every
+kernel starts cold, and what it leaves in the L2 at its end is counted neither as its write nor as the next one's read.
 """
 
 from __future__ import annotations
@@ -64,22 +64,29 @@ class Counters:
         return self.l2_read + self.l2_written
 
 
-def command(
-    implementation: str, sizes: tuple[int, int, int, int], dtype: str, causal: bool, backward: bool
-) -> list[str]:
-    """The `ncu` command line that measures one implementation."""
-    workload = [sys.executable, "-m", "ioattn.bench.workload", implementation, *map(str, sizes), dtype]
-    workload += [str(int(causal)), str(int(backward))]
+@dataclass(frozen=True)
+class Call:
+    """One call to measure: "naive", "sdpa" or "ioattn" on q, k, v of (B, H, N, D); a backward without its forward."""
+
+    implementation: str
+    sizes: tuple[int, int, int, int]
+    dtype: str
+    causal: bool = False
+    backward: bool = False
+
+
+def command(call: Call, warm: bool = False) -> list[str]:
+    """The `ncu` command line that measures a call, each kernel on flushed caches or on what the one before left."""
+    workload = [sys.executable, "-m", "ioattn.bench.workload", call.implementation, *map(str, call.sizes), call.dtype]
+    workload += [str(int(call.causal)), str(int(call.backward))]
     options = ["--csv", "--page", "raw", "--print-units", "base", "--metrics", ",".join(METRICS.values())]
-    options += ["--cache-control", "all", "--clock-control", "none", "--target-processes", "all"]
+    options += ["--cache-control", "none" if warm else "all", "--clock-control", "none", "--target-processes", "all"]
     options += ["--profile-from-start", "off"]  # the workload turns the profiler on around the measured call
     return ["ncu", *options, *workload]
 
 
-def measure(
-    implementation: str, sizes: tuple[int, int, int, int], dtype: str, causal: bool = False, backward: bool = False
-) -> Counters:
-    """The counters of one call of `implementation`: "naive", "sdpa" or "ioattn", on q, k, v of (B, H, N, D).
+def measure(call: Call, warm: bool = False) -> Counters:
+    """The counters of one call; `warm` leaves the caches as the kernel before left them.
 
     Raises:
         MeasureError: without a GPU or `ncu`, without permission to read counters, or if the workload fails.
@@ -88,8 +95,7 @@ def measure(
     reason = unusable()
     if reason is not None:
         raise MeasureError(reason)
-    asked = command(implementation, sizes, dtype, causal, backward)
-    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    done = subprocess.run(command(call, warm), capture_output=True, text=True, check=False)
     output = done.stdout + done.stderr
     if "ERR_NVGPUCTRPERM" in output:
         raise MeasureError(
@@ -192,7 +198,7 @@ def explain(problem: Problem, direction: Direction, schedule: str, measured: Cou
             + (
                 "re-reads of K and V."
                 if schedule == "fa2"
-                else "re-reads of S and P, and writes it had not passed on yet."
+                else "re-reads of S and P, and writes that it had not passed on when a kernel ended."
             )
         )
     else:

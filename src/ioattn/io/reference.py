@@ -14,7 +14,7 @@ from ioattn.problem import Problem
 
 Values = Mapping[str, Tensor]
 
-FEW_SCORES = 2**16
+FEW_SCORES = 2**14
 """Up to so many scores per head a single rounded computation may be exact by luck, so that several are made."""
 
 

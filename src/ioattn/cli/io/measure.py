@@ -22,6 +22,7 @@ def measure(
     causal: o.Causal = False,
     backward: Annotated[bool, typer.Option("--backward", help="The backward, without its forward.")] = False,
     implementation: Annotated[list[str] | None, typer.Option(help="naive, sdpa, ioattn; all of them.")] = None,
+    warm: Annotated[bool, typer.Option("--warm", help="Keep the caches between kernels, not flushed.")] = False,
     block_q: Annotated[int, typer.Option(help="Queries of a tile that the prediction assumes.")] = 128,
     block_k: Annotated[int, typer.Option(help="Keys of a tile that the prediction assumes.")] = 128,
     as_json: o.AsJson = False,
@@ -42,7 +43,8 @@ def measure(
     sizes, is_causal = (problem.batch, problem.heads, problem.len_q, problem.dim), problem.band.bounded
     dtype_name = str(problem).split()[3]
     try:
-        found = {name: counters.measure(name, sizes, dtype_name, is_causal, backward) for name in names}
+        calls = {name: counters.Call(name, sizes, dtype_name, is_causal, backward) for name in names}
+        found = {name: counters.measure(call, warm) for name, call in calls.items()}
     except counters.MeasureError as error:
         typer.echo(f"cannot measure: {error}", err=True)
         raise typer.Exit(1) from None
