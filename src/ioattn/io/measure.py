@@ -11,7 +11,7 @@ import csv
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ioattn.io.problems import label
@@ -22,6 +22,16 @@ from ioattn.problem import Problem
 
 PREDICTED_BY = {"naive": "naive", "sdpa": "fa2", "ioattn": "fa2"}
 """The schedule that stands beside each implementation."""
+
+_MATRICES = "re-reads of matrices, and writes that it had not passed on when a kernel ended"
+
+CAUGHT: Mapping[tuple[str, Direction], str] = {
+    ("naive", "forward"): _MATRICES,
+    ("naive", "backward"): _MATRICES,
+    ("fa2", "forward"): "re-reads of K and V",
+    ("fa2", "backward"): "re-reads of Q and dO, and additions to dQ",
+}
+"""What of a schedule's bytes an L2 keeps from the DRAM."""
 
 METRICS = {
     "dram_read": "dram__bytes_read.sum",
@@ -193,25 +203,17 @@ def explain(problem: Problem, direction: Direction, schedule: str, measured: Cou
     lines = []
     if measured.dram < predicted.total:
         caught = 1 - measured.dram / predicted.total
-        lines.append(
-            f"DRAM saw {size(measured.dram)} of the {size(predicted.total)} predicted: the L2 caught {caught:.0%}, "
-            + (
-                "re-reads of K and V."
-                if schedule == "fa2"
-                else "re-reads of S and P, and writes that it had not passed on when a kernel ended."
-            )
-        )
+        seen = f"DRAM saw {size(measured.dram)} of the {size(predicted.total)} predicted"
+        lines.append(f"{seen}: the L2 caught {caught:.0%}, {CAUGHT[schedule, direction]}.")
     else:
-        lines.append(
-            f"DRAM saw {measured.dram / predicted.total:.2f} times the prediction: these kernels make more passes "
-            "(or larger copies) than the schedule."
-        )
+        ratio = measured.dram / predicted.total
+        lines.append(f"DRAM saw {ratio:.2f} times the prediction: these kernels make more passes than the schedule.")
     if measured.dram < least:
         lines.append(f"DRAM saw less than the compulsory {size(least)}: results were still in the L2 at the end.")
     ratio = measured.l2 / predicted.total if predicted.total else float("inf")
-    rest = {
-        True: "smaller than predicted: its query tile is larger, or tiles are shared between SMs.",
-        False: "what every tile asks for, before any cache of memory; above 1 are smaller tiles and extra passes.",
-    }
-    lines.append(f"L2 saw {size(measured.l2)}, {ratio:.2f} of the prediction: {rest[ratio < 0.95]}")
+    if ratio < 0.95:
+        why = "larger tiles than the prediction's, or tiles that SMs share"
+    else:
+        why = "what every tile asks for, before the L2 catches any; above 1 are smaller tiles and extra passes"
+    lines.append(f"L2 saw {size(measured.l2)}, {ratio:.2f} of the prediction: {why}.")
     return lines
