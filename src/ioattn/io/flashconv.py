@@ -104,14 +104,13 @@ def count_fused(u: Tensor, k: Tensor) -> tuple[Tensor, Traffic]:
     _kernel_spectra(memory, it, k_slow, k_spectrum)
     with memory.step("fused"):
         for b in range(it.batch):
-            for h in range(it.channels):
-                with memory.region():
-                    spectrum = memory.load(k_spectrum, h)
-                    padded = memory.load(u_slow, b, h)
-                    # The FFT overwrites its input's room.
-                    memory.free(padded)
-                    spectrum.mul_(memory.alloc(_rfft(padded)))
-                    memory.store(y, _irfft(spectrum), b, h)
+            for h in memory.each(range(it.channels)):
+                spectrum = memory.load(k_spectrum, h)
+                padded = memory.load(u_slow, b, h)
+                # The FFT overwrites its input's room.
+                memory.free(padded)
+                spectrum.mul_(memory.alloc(_rfft(padded)))
+                memory.store(y, _irfft(spectrum), b, h)
     return memory.values(y), memory.traffic()
 
 
@@ -127,30 +126,26 @@ def count_unfused(u: Tensor, k: Tensor) -> tuple[Tensor, Traffic]:
     _kernel_spectra(memory, it, k_slow, k_spectrum)
     each = [(b, h) for b in range(it.batch) for h in range(it.channels)]
     with memory.step("FFT(u)"):
-        for at in each:
-            with memory.region():
-                padded = memory.load(u_slow, *at)
-                memory.free(padded)
-                memory.store(u_spectrum, memory.alloc(_rfft(padded)), *at)
+        for at in memory.each(each):
+            padded = memory.load(u_slow, *at)
+            memory.free(padded)
+            memory.store(u_spectrum, memory.alloc(_rfft(padded)), *at)
     with memory.step("product"):
-        for b, h in each:
-            with memory.region():
-                product = memory.load(u_spectrum, b, h).mul_(memory.load(k_spectrum, h))
-                memory.store(y_spectrum, product, b, h)
+        for b, h in memory.each(each):
+            product = memory.load(u_spectrum, b, h).mul_(memory.load(k_spectrum, h))
+            memory.store(y_spectrum, product, b, h)
     with memory.step("iFFT"):
-        for at in each:
-            with memory.region():
-                memory.store(y, _irfft(memory.load(y_spectrum, *at)), *at)
+        for at in memory.each(each):
+            memory.store(y, _irfft(memory.load(y_spectrum, *at)), *at)
     return memory.values(y), memory.traffic()
 
 
 def _kernel_spectra(memory: Memory, it: Convolution, k_slow: Slow, k_spectrum: Slow) -> None:
     with memory.step("FFT(k)"):
-        for h in range(it.channels):
-            with memory.region():
-                padded = memory.load(k_slow, h)
-                memory.free(padded)
-                memory.store(k_spectrum, memory.alloc(_rfft(padded)), h)
+        for h in memory.each(range(it.channels)):
+            padded = memory.load(k_slow, h)
+            memory.free(padded)
+            memory.store(k_spectrum, memory.alloc(_rfft(padded)), h)
 
 
 def _of(u: Tensor, k: Tensor) -> Convolution:

@@ -6,14 +6,16 @@ where `load` and `alloc` have charged room for them. What the count says is ther
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ioattn.io.ledger import Ledger, Traffic
+
+T = TypeVar("T")
 
 Index = Any
 """What indexes one dimension of a tensor: an int or a slice."""
@@ -85,6 +87,12 @@ class Memory:
         before = set(self._tiles)
         yield
         self.free(*(tile for key, tile in self._tiles.items() if key not in before))
+
+    def each(self, items: Iterable[T]) -> Iterator[T]:
+        """`items`, one by one; what an iteration loads or allocates is freed at its end."""
+        for item in items:
+            with self.region():
+                yield item
 
     def load(self, source: Slow, *index: Index, dtype: torch.dtype | None = None) -> Tensor:
         """A copy of `source[index]` on the chip, kept there in `dtype`; counts the bytes it has in slow memory."""

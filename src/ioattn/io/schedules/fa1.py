@@ -21,29 +21,27 @@ def forward(task: Task, memory: Memory) -> dict[str, Slow]:
     m, l = task.new_rows(memory, "m"), task.new_rows(memory, "l")  # noqa: E741
     with memory.step("forward"):
         for kv_head, heads in task.groups():
-            for cols in grid.key_tiles():
-                with memory.region():
-                    k_tile, v_tile = memory.load(k, *kv_head, cols), memory.load(v, *kv_head, cols)
-                    for head in heads:
-                        for rows in grid.query_tiles_for(cols):
-                            with memory.region():
-                                q_tile = memory.load(q, *head, rows)
-                                if grid.is_first(rows, cols):
-                                    acc = memory.zeros(length(rows), problem.dim_v)
-                                    row_max, row_sum = memory.full(-torch.inf, length(rows)), memory.zeros(length(rows))
-                                else:
-                                    acc = memory.load(out, *head, rows, dtype=memory.compute)
-                                    row_max, row_sum = memory.load(m, *head, rows), memory.load(l, *head, rows)
-                                scores = memory.alloc(memory.matmul(q_tile, k_tile.mT))
-                                grid.mask(scores.mul_(problem.scale), rows, cols)
-                                new_max = memory.alloc(torch.maximum(row_max, scores.amax(-1)))
-                                weights = scores.sub_(or_zero(new_max)[:, None]).exp_()
-                                old_sum = row_sum.mul_(torch.exp(row_max - or_zero(new_max)))
-                                new_sum = memory.alloc(old_sum + weights.sum(-1))
-                                acc.mul_(old_sum[:, None]).add_(memory.matmul(weights, v_tile))
-                                memory.store(out, acc.div_(or_one(new_sum)[:, None]), *head, rows)
-                                memory.store(m, new_max, *head, rows)
-                                memory.store(l, new_sum, *head, rows)
+            for cols in memory.each(grid.key_tiles()):
+                k_tile, v_tile = memory.load(k, *kv_head, cols), memory.load(v, *kv_head, cols)
+                for head in heads:
+                    for rows in memory.each(grid.query_tiles_for(cols)):
+                        q_tile = memory.load(q, *head, rows)
+                        if grid.is_first(rows, cols):
+                            acc = memory.zeros(length(rows), problem.dim_v)
+                            row_max, row_sum = memory.full(-torch.inf, length(rows)), memory.zeros(length(rows))
+                        else:
+                            acc = memory.load(out, *head, rows, dtype=memory.compute)
+                            row_max, row_sum = memory.load(m, *head, rows), memory.load(l, *head, rows)
+                        scores = memory.alloc(memory.matmul(q_tile, k_tile.mT))
+                        grid.mask(scores.mul_(problem.scale), rows, cols)
+                        new_max = memory.alloc(torch.maximum(row_max, scores.amax(-1)))
+                        weights = scores.sub_(or_zero(new_max)[:, None]).exp_()
+                        old_sum = row_sum.mul_(torch.exp(row_max - or_zero(new_max)))
+                        new_sum = memory.alloc(old_sum + weights.sum(-1))
+                        acc.mul_(old_sum[:, None]).add_(memory.matmul(weights, v_tile))
+                        memory.store(out, acc.div_(or_one(new_sum)[:, None]), *head, rows)
+                        memory.store(m, new_max, *head, rows)
+                        memory.store(l, new_sum, *head, rows)
         _write_blind_rows(task, memory, {out: 0.0, m: -torch.inf, l: 0.0})
     return {"O": out, "m": m, "l": l}
 
@@ -56,31 +54,29 @@ def backward(task: Task, memory: Memory) -> dict[str, Slow]:
     dk, dv = task.new_like_k(memory, "dK", problem.dim), task.new_like_k(memory, "dV", problem.dim_v)
     with memory.step("backward"):
         for kv_head, heads in task.groups():
-            for cols in grid.key_tiles():
-                with memory.region():
-                    k_tile, v_tile = memory.load(k, *kv_head, cols), memory.load(v, *kv_head, cols)
-                    dk_acc, dv_acc = memory.zeros(*k_tile.shape), memory.zeros(*v_tile.shape)
-                    for head in heads:
-                        for rows in grid.query_tiles_for(cols):
-                            with memory.region():
-                                at = (*head, rows)
-                                q_tile, out_tile, dout_tile = (memory.load(x, *at) for x in (q, out, dout))
-                                row_max, row_sum = memory.load(m, *at), memory.load(l, *at)
-                                if grid.is_first(rows, cols):
-                                    dq_acc = memory.zeros(*q_tile.shape)
-                                else:
-                                    dq_acc = memory.load(dq, *at, dtype=memory.compute)
-                                scores = memory.alloc(memory.matmul(q_tile, k_tile.mT))
-                                grid.mask(scores.mul_(problem.scale), rows, cols)
-                                weights = scores.sub_(or_zero(row_max)[:, None]).exp_().div_(or_one(row_sum)[:, None])
-                                dv_acc.add_(memory.matmul(weights.mT, dout_tile))
-                                delta = memory.alloc((dout_tile.to(memory.compute) * out_tile).sum(-1))
-                                dscores = memory.alloc(memory.matmul(dout_tile, v_tile.mT))
-                                dscores.sub_(delta[:, None]).mul_(weights).mul_(problem.scale)
-                                memory.store(dq, dq_acc.add_(memory.matmul(dscores, k_tile)), *at)
-                                dk_acc.add_(memory.matmul(dscores.mT, q_tile))
-                    memory.store(dk, dk_acc, *kv_head, cols)
-                    memory.store(dv, dv_acc, *kv_head, cols)
+            for cols in memory.each(grid.key_tiles()):
+                k_tile, v_tile = memory.load(k, *kv_head, cols), memory.load(v, *kv_head, cols)
+                dk_acc, dv_acc = memory.zeros(*k_tile.shape), memory.zeros(*v_tile.shape)
+                for head in heads:
+                    for rows in memory.each(grid.query_tiles_for(cols)):
+                        at = (*head, rows)
+                        q_tile, out_tile, dout_tile = (memory.load(x, *at) for x in (q, out, dout))
+                        row_max, row_sum = memory.load(m, *at), memory.load(l, *at)
+                        if grid.is_first(rows, cols):
+                            dq_acc = memory.zeros(*q_tile.shape)
+                        else:
+                            dq_acc = memory.load(dq, *at, dtype=memory.compute)
+                        scores = memory.alloc(memory.matmul(q_tile, k_tile.mT))
+                        grid.mask(scores.mul_(problem.scale), rows, cols)
+                        weights = scores.sub_(or_zero(row_max)[:, None]).exp_().div_(or_one(row_sum)[:, None])
+                        dv_acc.add_(memory.matmul(weights.mT, dout_tile))
+                        delta = memory.alloc((dout_tile.to(memory.compute) * out_tile).sum(-1))
+                        dscores = memory.alloc(memory.matmul(dout_tile, v_tile.mT))
+                        dscores.sub_(delta[:, None]).mul_(weights).mul_(problem.scale)
+                        memory.store(dq, dq_acc.add_(memory.matmul(dscores, k_tile)), *at)
+                        dk_acc.add_(memory.matmul(dscores.mT, q_tile))
+                memory.store(dk, dk_acc, *kv_head, cols)
+                memory.store(dv, dv_acc, *kv_head, cols)
         _write_blind_rows(task, memory, {dq: 0.0})
     return {"dQ": dq, "dK": dk, "dV": dv}
 

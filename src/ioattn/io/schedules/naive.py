@@ -33,14 +33,13 @@ def forward_fused(task: Task, memory: Memory) -> Slows:
     S, P = _scores(task, memory), task.new_scores(memory, "P")
     with memory.step("P = softmax(S)"):
         for head, _ in task.heads():
-            for rows in task.grid.query_tiles():
-                with memory.region():
-                    scores = memory.load(S, *head, rows, dtype=memory.compute)
-                    if task.problem.len_k:
-                        row_max = memory.alloc(scores.amax(-1))
-                        weights = scores.sub_(or_zero(row_max)[:, None]).exp_()
-                        row_sum = memory.alloc(weights.sum(-1))
-                        memory.store(P, weights / or_one(row_sum)[:, None], *head, rows)
+            for rows in memory.each(task.grid.query_tiles()):
+                scores = memory.load(S, *head, rows, dtype=memory.compute)
+                if task.problem.len_k:
+                    row_max = memory.alloc(scores.amax(-1))
+                    weights = scores.sub_(or_zero(row_max)[:, None]).exp_()
+                    row_sum = memory.alloc(weights.sum(-1))
+                    memory.store(P, weights / or_one(row_sum)[:, None], *head, rows)
     return {"O": _output(task, memory, P), "P": P}
 
 
@@ -48,18 +47,15 @@ def _scores(task: Task, memory: Memory) -> Slow:
     q, k = task.place(memory, "Q", "K")
     S = task.new_scores(memory, "S")
     with memory.step("S = Q K^T"):
-        for kv_head, heads in task.groups():
-            with memory.region():
-                k_all = memory.load(k, *kv_head, ALL)  # [Nk, D]
-                for head in heads:
-                    for rows in task.grid.query_tiles():
-                        with memory.region():
-                            q_tile = memory.load(q, *head, rows)
-                            for cols in task.grid.key_tiles():
-                                with memory.region():
-                                    scores = memory.alloc(memory.matmul(q_tile, k_all[cols].mT))
-                                    task.grid.mask(scores.mul_(task.problem.scale), rows, cols)
-                                    memory.store(S, scores, *head, rows, cols)
+        for kv_head, heads in memory.each(task.groups()):
+            k_all = memory.load(k, *kv_head, ALL)  # [Nk, D]
+            for head in heads:
+                for rows in memory.each(task.grid.query_tiles()):
+                    q_tile = memory.load(q, *head, rows)
+                    for cols in memory.each(task.grid.key_tiles()):
+                        scores = memory.alloc(memory.matmul(q_tile, k_all[cols].mT))
+                        task.grid.mask(scores.mul_(task.problem.scale), rows, cols)
+                        memory.store(S, scores, *head, rows, cols)
     return S
 
 
@@ -67,19 +63,16 @@ def _softmax_rows_three_pass(task: Task, memory: Memory, S: Slow, P: Slow, at: t
     with memory.region():
         row_max = memory.full(-torch.inf, length(at[-1]))
         row_sum = memory.zeros(length(at[-1]))
-        for cols in task.grid.key_tiles():
-            with memory.region():
-                scores = memory.load(S, *at, cols, dtype=memory.compute)
-                row_max.copy_(torch.maximum(row_max, scores.amax(-1)))
-        for cols in task.grid.key_tiles():
-            with memory.region():
-                scores = memory.load(S, *at, cols, dtype=memory.compute)
-                row_sum.add_(scores.sub_(or_zero(row_max)[:, None]).exp_().sum(-1))
-        for cols in task.grid.key_tiles():
-            with memory.region():
-                scores = memory.load(S, *at, cols, dtype=memory.compute)
-                weights = scores.sub_(or_zero(row_max)[:, None]).exp_()
-                memory.store(P, weights.div_(or_one(row_sum)[:, None]), *at, cols)
+        for cols in memory.each(task.grid.key_tiles()):
+            scores = memory.load(S, *at, cols, dtype=memory.compute)
+            row_max.copy_(torch.maximum(row_max, scores.amax(-1)))
+        for cols in memory.each(task.grid.key_tiles()):
+            scores = memory.load(S, *at, cols, dtype=memory.compute)
+            row_sum.add_(scores.sub_(or_zero(row_max)[:, None]).exp_().sum(-1))
+        for cols in memory.each(task.grid.key_tiles()):
+            scores = memory.load(S, *at, cols, dtype=memory.compute)
+            weights = scores.sub_(or_zero(row_max)[:, None]).exp_()
+            memory.store(P, weights.div_(or_one(row_sum)[:, None]), *at, cols)
 
 
 def _output(task: Task, memory: Memory, P: Slow) -> Slow:
@@ -111,17 +104,14 @@ def _backward(task: Task, memory: Memory, softmax_backward) -> Slows:  # type: i
     with memory.step("dV = P^T dO"):
         _column_product(task, memory, P, dout, grads["dV"], 1.0)
     with memory.step("dP = dO V^T"):
-        for kv_head, heads in task.groups():
-            with memory.region():
-                v_all = memory.load(v, *kv_head, ALL)  # [Nk, Dv]
-                for head in heads:
-                    for rows in task.grid.query_tiles():
-                        with memory.region():
-                            dout_tile = memory.load(dout, *head, rows)
-                            for cols in task.grid.key_tiles():
-                                with memory.region():
-                                    dweights = memory.alloc(memory.matmul(dout_tile, v_all[cols].mT))
-                                    memory.store(dP, dweights, *head, rows, cols)
+        for kv_head, heads in memory.each(task.groups()):
+            v_all = memory.load(v, *kv_head, ALL)  # [Nk, Dv]
+            for head in heads:
+                for rows in memory.each(task.grid.query_tiles()):
+                    dout_tile = memory.load(dout, *head, rows)
+                    for cols in memory.each(task.grid.key_tiles()):
+                        dweights = memory.alloc(memory.matmul(dout_tile, v_all[cols].mT))
+                        memory.store(dP, dweights, *head, rows, cols)
     with memory.step("dS = P * (dP - rowsum(P * dP))"):
         for head, _ in task.heads():
             for rows in task.grid.query_tiles():
@@ -138,14 +128,12 @@ def _softmax_backward_two_pass(
 ) -> None:
     with memory.region():
         delta = memory.zeros(length(at[-1]))
-        for cols in task.grid.key_tiles():
-            with memory.region():
-                weights, dweights = (memory.load(x, *at, cols, dtype=memory.compute) for x in (P, dP))
-                delta.add_(weights.mul_(dweights).sum(-1))
-        for cols in task.grid.key_tiles():
-            with memory.region():
-                weights, dweights = (memory.load(x, *at, cols, dtype=memory.compute) for x in (P, dP))
-                memory.store(dS, dweights.sub_(delta[:, None]).mul_(weights), *at, cols)
+        for cols in memory.each(task.grid.key_tiles()):
+            weights, dweights = (memory.load(x, *at, cols, dtype=memory.compute) for x in (P, dP))
+            delta.add_(weights.mul_(dweights).sum(-1))
+        for cols in memory.each(task.grid.key_tiles()):
+            weights, dweights = (memory.load(x, *at, cols, dtype=memory.compute) for x in (P, dP))
+            memory.store(dS, dweights.sub_(delta[:, None]).mul_(weights), *at, cols)
 
 
 def _softmax_backward_fused(
@@ -159,31 +147,25 @@ def _softmax_backward_fused(
 
 def _row_product(task: Task, memory: Memory, matrix: Slow, operand: Slow, out: Slow, factor: float) -> None:
     """out = factor * matrix @ operand: the operand of a key/value head stays on the chip, rows of `out` are summed."""
-    for kv_head, heads in task.groups():
-        with memory.region():
-            operand_all = memory.load(operand, *kv_head, ALL)  # [Nk, columns]
-            for head in heads:
-                for rows in task.grid.query_tiles():
-                    with memory.region():
-                        acc = memory.zeros(length(rows), operand_all.shape[1])
-                        for cols in task.grid.key_tiles():
-                            with memory.region():
-                                tile = memory.load(matrix, *head, rows, cols)
-                                acc.add_(memory.matmul(tile, operand_all[cols]))
-                        memory.store(out, acc.mul_(factor), *head, rows)
+    for kv_head, heads in memory.each(task.groups()):
+        operand_all = memory.load(operand, *kv_head, ALL)  # [Nk, columns]
+        for head in heads:
+            for rows in memory.each(task.grid.query_tiles()):
+                acc = memory.zeros(length(rows), operand_all.shape[1])
+                for cols in memory.each(task.grid.key_tiles()):
+                    tile = memory.load(matrix, *head, rows, cols)
+                    acc.add_(memory.matmul(tile, operand_all[cols]))
+                memory.store(out, acc.mul_(factor), *head, rows)
 
 
 def _column_product(task: Task, memory: Memory, matrix: Slow, operand: Slow, out: Slow, factor: float) -> None:
     """out = factor * matrix^T @ operand, summed over the heads of a group, whose operands all stay on the chip."""
-    for kv_head, heads in task.groups():
-        with memory.region():
-            operands = [memory.load(operand, *head, ALL) for head in heads]  # G of [Nq, columns]
-            for cols in task.grid.key_tiles():
-                with memory.region():
-                    acc = memory.zeros(length(cols), operands[0].shape[1])
-                    for head, operand_all in zip(heads, operands, strict=True):
-                        for rows in task.grid.query_tiles():
-                            with memory.region():
-                                tile = memory.load(matrix, *head, rows, cols)
-                                acc.add_(memory.matmul(tile.mT, operand_all[rows]))
-                    memory.store(out, acc.mul_(factor), *kv_head, cols)
+    for kv_head, heads in memory.each(task.groups()):
+        operands = [memory.load(operand, *head, ALL) for head in heads]  # G of [Nq, columns]
+        for cols in memory.each(task.grid.key_tiles()):
+            acc = memory.zeros(length(cols), operands[0].shape[1])
+            for head, operand_all in zip(heads, operands, strict=True):
+                for rows in memory.each(task.grid.query_tiles()):
+                    tile = memory.load(matrix, *head, rows, cols)
+                    acc.add_(memory.matmul(tile.mT, operand_all[rows]))
+            memory.store(out, acc.mul_(factor), *kv_head, cols)

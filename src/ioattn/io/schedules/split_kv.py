@@ -28,24 +28,22 @@ def forward(task: Task, memory: Memory) -> dict[str, Slow]:
     with memory.step("partial results"):
         for kv_head, _ in task.groups():
             for piece, keys in enumerate(pieces):
-                for rows in grid.query_tiles():
-                    with memory.region():
-                        q_tile = memory.load(q, *kv_head, rows)
-                        row_max, row_sum = memory.full(-torch.inf, length(rows)), memory.zeros(length(rows))
-                        acc = memory.zeros(length(rows), p.dim_v)
-                        for cols in _inside(grid.key_tiles_for(rows), keys):
-                            with memory.region():
-                                k_tile, v_tile = memory.load(k, *kv_head, cols), memory.load(v, *kv_head, cols)
-                                scores = memory.alloc(memory.matmul(q_tile, k_tile.mT))
-                                grid.mask(scores.mul_(p.scale), rows, cols)
-                                new_max = memory.alloc(torch.maximum(row_max, scores.amax(-1)))
-                                weights = scores.sub_(or_zero(new_max)[:, None]).exp_()
-                                rescale = memory.alloc(torch.exp(row_max - or_zero(new_max)))
-                                row_sum.mul_(rescale).add_(weights.sum(-1))
-                                acc.mul_(rescale[:, None]).add_(memory.matmul(weights, v_tile))
-                                row_max.copy_(new_max)
-                        memory.store(partial_out, acc.div_(or_one(row_sum)[:, None]), piece, *kv_head, rows)
-                        memory.store(partial_lse, row_max.add_(row_sum.log_()), piece, *kv_head, rows)
+                for rows in memory.each(grid.query_tiles()):
+                    q_tile = memory.load(q, *kv_head, rows)
+                    row_max, row_sum = memory.full(-torch.inf, length(rows)), memory.zeros(length(rows))
+                    acc = memory.zeros(length(rows), p.dim_v)
+                    for cols in memory.each(_inside(grid.key_tiles_for(rows), keys)):
+                        k_tile, v_tile = memory.load(k, *kv_head, cols), memory.load(v, *kv_head, cols)
+                        scores = memory.alloc(memory.matmul(q_tile, k_tile.mT))
+                        grid.mask(scores.mul_(p.scale), rows, cols)
+                        new_max = memory.alloc(torch.maximum(row_max, scores.amax(-1)))
+                        weights = scores.sub_(or_zero(new_max)[:, None]).exp_()
+                        rescale = memory.alloc(torch.exp(row_max - or_zero(new_max)))
+                        row_sum.mul_(rescale).add_(weights.sum(-1))
+                        acc.mul_(rescale[:, None]).add_(memory.matmul(weights, v_tile))
+                        row_max.copy_(new_max)
+                    memory.store(partial_out, acc.div_(or_one(row_sum)[:, None]), piece, *kv_head, rows)
+                    memory.store(partial_lse, row_max.add_(row_sum.log_()), piece, *kv_head, rows)
     return _merge(task, memory, grid, partial_out, partial_lse)
 
 
@@ -56,22 +54,20 @@ def _merge(task: Task, memory: Memory, grid: Grid, partial_out: Slow, partial_ls
     lse = memory.new("LSE", p.batch, p.kv_heads, grid.rows, extra=True)
     with memory.step("merge"):
         for kv_head, _ in task.groups():
-            for rows in grid.query_tiles():
-                with memory.region():
-                    row_max, row_sum = memory.full(-torch.inf, length(rows)), memory.zeros(length(rows))
-                    acc = memory.zeros(length(rows), p.dim_v)
-                    for piece in range(len(list(grid.pieces()))):
-                        with memory.region():
-                            out_tile = memory.load(partial_out, piece, *kv_head, rows)
-                            lse_rows = memory.load(partial_lse, piece, *kv_head, rows)
-                            new_max = memory.alloc(torch.maximum(row_max, lse_rows))
-                            weight = lse_rows.sub_(or_zero(new_max)).exp_()
-                            rescale = memory.alloc(torch.exp(row_max - or_zero(new_max)))
-                            row_sum.mul_(rescale).add_(weight)
-                            acc.mul_(rescale[:, None]).add_(out_tile.mul_(weight[:, None]))
-                            row_max.copy_(new_max)
-                    memory.store(out, acc.div_(or_one(row_sum)[:, None]), *kv_head, rows)
-                    memory.store(lse, row_max.add_(row_sum.log_()), *kv_head, rows)
+            for rows in memory.each(grid.query_tiles()):
+                row_max, row_sum = memory.full(-torch.inf, length(rows)), memory.zeros(length(rows))
+                acc = memory.zeros(length(rows), p.dim_v)
+                for piece in memory.each(range(len(list(grid.pieces())))):
+                    out_tile = memory.load(partial_out, piece, *kv_head, rows)
+                    lse_rows = memory.load(partial_lse, piece, *kv_head, rows)
+                    new_max = memory.alloc(torch.maximum(row_max, lse_rows))
+                    weight = lse_rows.sub_(or_zero(new_max)).exp_()
+                    rescale = memory.alloc(torch.exp(row_max - or_zero(new_max)))
+                    row_sum.mul_(rescale).add_(weight)
+                    acc.mul_(rescale[:, None]).add_(out_tile.mul_(weight[:, None]))
+                    row_max.copy_(new_max)
+                memory.store(out, acc.div_(or_one(row_sum)[:, None]), *kv_head, rows)
+                memory.store(lse, row_max.add_(row_sum.log_()), *kv_head, rows)
     # Whose row is whose is addressing, not traffic.
     for stacked in (out, lse):
         memory.replace(stacked, _unstacked(memory.values(stacked), p.group))
