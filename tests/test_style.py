@@ -16,6 +16,8 @@ TEXTS = SOURCES + sorted(path for name in ("tests", "examples") for path in (ROO
 # Device code is written for another compiler: its functions take tensors and strides one by one.
 KERNEL_FOLDERS = ("triton", "gluon")
 PUBLIC_OPERATIONS = {"attention", "attention_varlen", "attention_decode", "explain", "why"}
+# A sub-command's options are its arguments.
+PUBLIC_OPERATIONS |= {"predict", "count", "measure", "compare", "paged", "speculative", "flashconv"}
 
 # Who may import whom, top to bottom; a folder may import what stands below it, and itself.
 LAYERS = (

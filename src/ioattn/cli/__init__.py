@@ -14,6 +14,7 @@ COMMANDS = {
     "bench": "ioattn.cli.bench",
     "demo": "ioattn.cli.demo",
     "doctor": "ioattn.cli.doctor",
+    "io": "ioattn.cli.io",
     "why": "ioattn.cli.why",
 }
 """Sub-commands and where they live; a new one is a module and a row here."""

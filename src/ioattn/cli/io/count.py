@@ -1,0 +1,192 @@
+"""`ioattn io count`: run a schedule over the counting memory; bytes and the result, both checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+
+from ioattn.cli.io import options as o
+from ioattn.io import schedules, traffic
+from ioattn.io.ledger import Traffic
+from ioattn.io.problems import label
+from ioattn.io.reference import Check, check
+from ioattn.io.tensors import read_tensor
+from ioattn.io.text import size, table
+from ioattn.io.tiles import Blocks
+from ioattn.problem import DTYPES, Problem
+
+File = Annotated[Any, typer.Option(metavar="FILE", help="A .npy or .safetensors file instead of random numbers.")]
+
+
+def count(
+    case: o.Case = None,
+    shape: o.Shape = None,
+    kv_heads: o.KvHeads = None,
+    len_k: o.LenK = None,
+    dim_v: o.DimV = None,
+    dtype: o.Dtype = "fp16",
+    causal: o.Causal = False,
+    window: o.Window = None,
+    schedule: Annotated[list[str] | None, typer.Option(help=f"Any of {', '.join(schedules.SCHEDULES)}; fa2.")] = None,
+    backward: Annotated[bool, typer.Option("--backward", help="The backward, without its forward.")] = False,
+    sram: o.Sram = None,
+    block_q: o.BlockQ = 64,
+    block_k: o.BlockK = 64,
+    splits: o.Splits = 8,
+    q: File = None,
+    k: File = None,
+    v: File = None,
+    dout: File = None,
+    seed: int = 0,
+    as_json: o.AsJson = False,
+) -> None:
+    """Run schedules over a chip of --sram bytes that counts what moves; exit code 1 if a check fails.
+
+    Checked: the count against the prediction, to the byte, and the result against float64. Without --sram the chip is
+    as large as the prediction says that the schedule needs. Tensors from files give the sizes; --dout goes with
+    --backward. A .safetensors file holds them as q, k, v and dout.
+    """
+    with o.user_errors():
+        given = _given(q, k, v, dout)
+        if given:
+            sizes, kv_heads, len_k, dim_v, dtype = _sizes_of(given, case, shape)
+            shape = sizes
+        problem = o.chosen_problem(
+            case, shape, dtype, kv_heads=kv_heads, len_k=len_k, dim_v=dim_v, causal=causal, window=window
+        )
+        direction: traffic.Direction = "backward" if backward else "forward"
+        inputs = given or random_inputs(problem, seed)
+        if backward and "dO" not in inputs:
+            raise ValueError("--dout is missing; the backward of tensors from files needs it")
+        names = o.each(schedule or ["fa2"], schedules.SCHEDULES.__contains__, list(schedules.SCHEDULES))
+        blocks = Blocks(block_q, block_k, splits)
+        reports = [_run(problem, name, direction, inputs, blocks, sram) for name in names]
+    if as_json:
+        typer.echo(json.dumps([report.to_dict() for report in reports], indent=2))
+    else:
+        typer.echo("\n\n".join(map(str, reports)))
+    if not all(report.holds for report in reports):
+        raise typer.Exit(1)
+
+
+class _Report:
+    """One schedule's prediction, count and checks."""
+
+    def __init__(self, title: str, predicted: Traffic, counted: Traffic, checks: list[Check]) -> None:
+        self.title, self.predicted, self.counted, self.checks = title, predicted, counted, checks
+
+    @property
+    def same(self) -> bool:
+        one, other = (sorted(map(str, t.moves)) for t in (self.predicted, self.counted))
+        return one == other and self.predicted.flops == self.counted.flops
+
+    @property
+    def holds(self) -> bool:
+        return self.same and all(c.holds for c in self.checks)
+
+    def __str__(self) -> str:
+        predicted = {(m.step, m.tensor): m for m in self.predicted.moves}
+        rows = []
+        for m in self.counted.moves:
+            p = predicted.get((m.step, m.tensor))
+            rows.append((m.step, m.tensor, *((p.read, p.written) if p else ("-", "-")), m.read, m.written))
+        header = ("step", "tensor", "predicted read", "written", "counted read", "written")
+        lines = [self.title, table(header, rows, left=2)]
+        verdict = "predicted == counted, to the byte" if self.same else "PREDICTION AND COUNT DIFFER"
+        t = self.counted
+        lines.append(f"total {t.total} bytes = {size(t.total)}, {t.flops / 1e9:.4g} GFLOP: {verdict}")
+        lines.append(f"on chip {t.on_chip} bytes at most, {size(t.extra)} of extra slow memory")
+        lines += [
+            f"{c.name} vs float64: error {c.error:.3g}, {'within' if c.holds else 'BEYOND'} its bound {c.bound:.3g}"
+            for c in self.checks
+        ]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        sides = {"predicted": self.predicted, "counted": self.counted}
+        numbers: dict[str, Any] = {
+            side: {
+                "moves": [{"step": m.step, "tensor": m.tensor, "read": m.read, "written": m.written} for m in t.moves],
+                "bytes": t.total,
+                "flops": t.flops,
+                "on_chip_bytes": t.on_chip,
+                "extra_bytes": t.extra,
+            }
+            for side, t in sides.items()
+        }
+        checks = [{"tensor": c.name, "error": c.error, "bound": c.bound, "holds": c.holds} for c in self.checks]
+        return {"title": self.title, **numbers, "same": self.same, "checks": checks}
+
+
+def _run(
+    problem: Problem,
+    name: str,
+    direction: traffic.Direction,
+    inputs: Mapping[str, Tensor],
+    blocks: Blocks,
+    sram: int | None,
+) -> _Report:
+    predicted = traffic.predict(problem, name, direction, blocks)
+    with _progress(f"{name} {direction}", predicted.total) as on_move:
+        counted = schedules.count(problem, name, direction, inputs, blocks, sram, on_move)
+    used = {n: x for n, x in inputs.items() if direction == "backward" or n != "dO"}
+    title = f"{label(problem)}, {name} {direction}, blocks {blocks}"
+    return _Report(title, predicted, counted.traffic, check(problem, used, counted.results))
+
+
+@contextmanager
+def _progress(title: str, total: int) -> Iterator[Any]:
+    """A bar of the bytes moved, on standard error where that is a terminal; it goes when it is done."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True, disable=total < 2**24) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda n_bytes: bar.update(task, advance=n_bytes)
+
+
+def random_inputs(problem: Problem, seed: int) -> dict[str, Tensor]:
+    """Q, K, V and dO of a problem, normally distributed."""
+    p, generator = problem, torch.Generator().manual_seed(seed)
+    shapes = {
+        "Q": (p.batch, p.heads, p.len_q, p.dim),
+        "K": (p.batch, p.kv_heads, p.len_k, p.dim),
+        "V": (p.batch, p.kv_heads, p.len_k, p.dim_v),
+        "dO": (p.batch, p.heads, p.len_q, p.dim_v),
+    }
+    return {name: torch.randn(shape, generator=generator).to(p.dtype) for name, shape in shapes.items()}
+
+
+def _given(q: str | None, k: str | None, v: str | None, dout: str | None) -> dict[str, Tensor]:
+    files = {"Q": ("q", q), "K": ("k", k), "V": ("v", v), "dO": ("dout", dout)}
+    given = {name: read_tensor(Path(path), inside) for name, (inside, path) in files.items() if path is not None}
+    missing = {"Q", "K", "V"} - set(given)
+    if given and missing:
+        raise ValueError(f"{', '.join(sorted(missing))} missing; give --q, --k and --v together")
+    return given
+
+
+def _sizes_of(
+    given: Mapping[str, Tensor], case: str | None, shape: tuple[int, ...] | None
+) -> tuple[tuple[int, ...], int, int, int, str]:
+    if case is not None or shape is not None:
+        raise ValueError("a problem is given besides tensors; the tensors have their own sizes")
+    q, k, v = given["Q"], given["K"], given["V"]
+    for name, x in given.items():
+        if x.dim() != 4 or x.dtype not in DTYPES or x.dtype != q.dtype:
+            raise ValueError(
+                f"{name} is {x.dtype} of shape {tuple(x.shape)}; it must be (B, H, N, D) of one float dtype"
+            )
+    expected = {"K": (q.shape[0], *k.shape[1:3], q.shape[3]), "V": (*k.shape[:3], v.shape[3])}
+    expected["dO"] = (*q.shape[:3], v.shape[3])
+    for name, sizes in expected.items():
+        if name in given and tuple(given[name].shape) != sizes:
+            raise ValueError(f"{name} has shape {tuple(given[name].shape)}; it must be {sizes}")
+    return tuple(q.shape), k.shape[1], k.shape[2], v.shape[3], DTYPES[q.dtype]

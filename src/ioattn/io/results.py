@@ -1,0 +1,67 @@
+"""Measured points: the benchmark's CSV files, as far as they hold problems that the laboratory knows."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ioattn.io.problems import from_line
+from ioattn.io.traffic import Direction, compulsory, useful_flops
+from ioattn.problem import Problem
+
+COLUMNS = ("case", "direction", "implementation", "rate", "unit", "machine")
+
+_FLOPS = {"TFLOP/s": 1e12, "GFLOP/s": 1e9}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One row of a result file: what ran, on what, and its FLOP/s over the useful FLOPs."""
+
+    problem: Problem
+    direction: str
+    implementation: str
+    machine: str
+    flops_per_s: float
+
+    @property
+    def intensity(self) -> float:
+        """Useful FLOPs per compulsory byte: where the point stands if caches catch every re-read."""
+        direction: Direction = "backward" if self.direction == "backward" else "forward"
+        return useful_flops(self.problem, direction) / compulsory(self.problem, direction)
+
+
+def measured_points(folder: Path) -> list[Measured]:
+    """The rows of every CSV file in `folder` whose case and unit are understood; none where there is no folder.
+
+    Raises:
+        ValueError: naming a file that lacks the columns of a result file.
+    """
+    return [point for path in sorted(folder.glob("*.csv")) for point in _points(path)]
+
+
+def _points(path: Path) -> Iterator[Measured]:
+    with path.open(newline="") as file:
+        rows = csv.DictReader(file)
+        missing = set(COLUMNS) - set(rows.fieldnames or ())
+        if missing:
+            raise ValueError(f"{path} lacks the columns {', '.join(sorted(missing))}; it must be a result file")
+        for row in rows:
+            problem = from_line(row["case"])
+            if problem is None or not row["rate"]:
+                continue
+            flops_per_s = _flops_per_s(problem, row)
+            if flops_per_s is not None:
+                yield Measured(problem, row["direction"], row["implementation"], row["machine"], flops_per_s)
+
+
+def _flops_per_s(problem: Problem, row: dict[str, str]) -> float | None:
+    if row["unit"] in _FLOPS:
+        return float(row["rate"]) * _FLOPS[row["unit"]]
+    if row["unit"] == "TB/s":
+        # A decode's rate is that of K and V.
+        kv_bytes = problem.batch * problem.kv_heads * problem.len_k * (problem.dim + problem.dim_v)
+        return float(row["rate"]) * 1e12 / (kv_bytes * problem.dtype.itemsize) * useful_flops(problem)
+    return None

@@ -1,0 +1,400 @@
+"""The laboratory's numbers: machines, roofline, the documents' claims, the loops' listings, the cases elsewhere."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from ioattn.cli.io import app
+from ioattn.io import flashconv, machine
+from ioattn.io.chapter import Claim
+from ioattn.io.chapter import claims as computed_claims
+from ioattn.io.loops import LOOPS, backward_sums, line_bytes
+from ioattn.io.machine import KNOWN, machine_of
+from ioattn.io.paged import Cache, churn, lengths_of, paging
+from ioattn.io.problems import NAMED, from_line, problem_of
+from ioattn.io.roofline import best_blocks, bound
+from ioattn.io.speculative import Model, best_draft, speculate
+from ioattn.io.sweep import AXES, sweep
+from ioattn.io.tensors import read_tensor
+from ioattn.io.tiles import Blocks
+from ioattn.io.traffic import predict
+
+H100 = KNOWN["h100"]
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == code, result.output + repr(result.exception)
+    return result.output
+
+
+@pytest.fixture(scope="module")
+def claims() -> list[Claim]:
+    return computed_claims()
+
+
+def test_every_claim_is_the_same_or_says_why(claims):
+    assert all(claim.same or claim.why for claim in claims)
+    assert len({(c.where, c.what) for c in claims}) == len(claims)
+
+
+@pytest.mark.parametrize(
+    ("what", "ours"),
+    [
+        ("naive, in all", "194 MiB"),
+        ("S and P, in all", "192 MiB"),
+        ("their share", "99 %"),
+        ("fused softmax, in all", "130 MiB"),
+        ("FA2 at 64x64, in all", "65 MiB"),
+        ("FLOPs of both", "4.3 GFLOP"),
+        ("naive: intensity", "21 FLOP/B"),
+        ("fused softmax: intensity", "32 FLOP/B"),
+        ("FA2: intensity", "63 FLOP/B"),
+        ("ridge", "295 FLOP/B"),
+        ("naive: ceiling", "71 TFLOP/s"),
+        ("fused softmax: ceiling", "106 TFLOP/s"),
+        ("FA2: ceiling", "211 TFLOP/s"),
+        ("naive: share of the peak", "7 %"),
+        ("fused softmax: share of the peak", "11 %"),
+        ("M/d^2 for d = 64", "28"),
+        ("M/d^2 for d = 128", "7"),
+        ("GPT-2 medium, standard", "40.3 GB"),
+        ("GPT-2 medium, FlashAttention", "4.4 GB"),
+        ("FA1 forward, Bc = 64", "6.5767 GB"),
+        ("FA1 forward, Bc = 128", "3.3554 GB"),
+        ("FA1 forward, Bc = 256", "1.7448 GB"),
+        ("FA1 forward, Bc = 512", "0.9395 GB"),
+        ("S and P of 32 heads", "2 GiB"),
+        ("standard, N = 1024", "4 MiB"),
+        ("FlashAttention, N = 16384", "128 KiB"),
+        ("decode: intensity = group size", "4 FLOP/B"),
+    ],
+)
+def test_reproduced(claims, what, ours):
+    (claim,) = [c for c in claims if c.what == what]
+    assert claim.computed == claim.printed == ours
+
+
+@pytest.mark.parametrize(
+    ("what", "ours"),
+    [
+        ("extra FLOPs of recomputing S", 100 / 6),
+        ("SRAM, d = 32 at 64x64", 40),
+        ("SRAM, d = 128 at 32x32", 52),
+        ("error of P from a half-precision L", 0.39),
+        ("tiles skipped, N 4096 at 64x64", 49.2),
+    ],
+)
+def test_corrected(claims, what, ours):
+    (claim,) = [c for c in claims if c.what == what]
+    assert not claim.same
+    assert claim.ours == pytest.approx(ours, rel=0.01)
+
+
+def test_the_printed_update_is_among_the_corrections(claims):
+    (wrong,) = [c for c in claims if c.what.startswith("printed update")]
+    assert wrong.ours > 0.1
+    assert "l_old" in wrong.verdict
+
+
+def test_machine_files(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text("bandwidth_tb = 2.0\nsram_kib = 100\nl2_mib = 8\nmemory_gb = 24\nsms = 40\n[tflops]\nfp16 = 200\n")
+    mine = machine_of(str(path))
+    assert (mine.name, mine.sram, mine.ridge(torch.float16)) == ("mine", 102400, 100.0)
+    with pytest.raises(ValueError, match="machine mine has no bf16 peak; it has fp16"):
+        mine.peak(torch.bfloat16)
+    path.write_text("bandwidth_tb = -2\n")
+    with pytest.raises(ValueError, match="bandwidth_tb is -2; it must be a positive number"):
+        machine_of(str(path))
+    path.write_text(
+        "bandwidth_tb = 2\nsram_kib = 100\nl2_mib = 8\nmemory_gb = 24\nsms = 40\nwatts = 3\n[tflops]\nfp16 = 2\n"
+    )
+    with pytest.raises(ValueError, match="watts is unknown"):
+        machine_of(str(path))
+    path.write_text("bandwidth_tb = ")
+    with pytest.raises(ValueError, match="cannot be read"):
+        machine_of(str(path))
+    with pytest.raises(ValueError, match="machine is 'h300'; it must be one of v100, a100"):
+        machine_of("h300")
+
+
+def test_fp32_is_the_better_of_ieee_and_three_tf32_products():
+    assert H100.peak(torch.float32) == (pytest.approx(164.9e12), "3xTF32")
+    assert KNOWN["v100"].peak(torch.float32)[1] == "fp32"
+
+
+def test_this_machine_is_measured(monkeypatch):
+    monkeypatch.setattr(machine, "_best_seconds", lambda action, device: 0.5)
+    this = machine_of("this")
+    assert this.bandwidth > 0
+    assert this.flops["fp32"] == 2 * (2 * 1024**3) if not torch.cuda.is_available() else this.flops["fp32"] > 0
+
+
+@given(st.sampled_from(list(KNOWN)), st.sampled_from(["naive", "fa1", "fa2"]), st.sampled_from([512, 4096, 16384]))
+@settings(max_examples=30, deadline=None)
+def test_the_roofline_is_consistent(name, schedule, n):
+    it = bound(problem_of((1, 1, n, 64)), KNOWN[name], schedule)
+    assert it.attainable == pytest.approx(it.traffic.flops / it.seconds)
+    assert (it.binds == "compute") == (it.traffic.intensity >= it.peak / it.machine.bandwidth)
+    assert it.floor_seconds <= it.seconds
+
+
+def test_best_blocks_fit_and_move_the_least():
+    problem = problem_of((1, 1, 4096, 64))
+    best = best_blocks(problem, "fa2", "forward", 100 * 1024)
+    least = predict(problem, "fa2", "forward", best)
+    assert least.on_chip <= 100 * 1024
+    for q in range(16, 257, 16):
+        other = predict(problem, "fa2", "forward", Blocks(q, 16))
+        assert other.on_chip > 100 * 1024 or other.total >= least.total
+    assert best_blocks(problem, "fa2", "forward", 1000) is None
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("case", ["chapter", "decode-128k", "train-8k"])
+def test_sweeps(axis, case):
+    points = sweep(axis, NAMED[case], H100, "fa2", "forward", Blocks())
+    assert [p.at for p in points] == sorted({p.at for p in points})
+    assert len(points) >= 5
+    if axis == "sram":
+        assert [p.bound.traffic.total for p in points] == sorted((p.bound.traffic.total for p in points), reverse=True)
+
+
+def test_one_line_forms_come_back():
+    for problem in NAMED.values():
+        line = str(problem).replace(" meta", " cuda")
+        found = from_line(line)
+        assert found == problem or "band" in line
+    assert from_line("B1 H1 N8 D4 fp16 cuda softcap=3") is None
+    assert from_line("nonsense") is None
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("name", list(LOOPS))
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_lines_of_a_loop_move_all_bytes(name, direction, causal):
+    problem, blocks = problem_of((2, 4, 100, 16), causal=causal, kv_heads=2), Blocks(32, 16)
+    total = sum(moved for _, moved in line_bytes(problem, name, direction, blocks))
+    assert total == predict(problem, name, direction, blocks).total
+
+
+def test_listings_stand_beside_each_other():
+    for direction in ("forward", "backward"):
+        assert len({len(lines[direction]) for lines in LOOPS.values()}) == 1
+
+
+def test_the_backward_swaps_back_because_one_sum_is_cheaper_than_two():
+    keys, queries = backward_sums(problem_of((1, 1, 4096, 64)), Blocks())
+    assert queries == 2 * keys
+
+
+def test_paging():
+    cache = Cache(layers=2, kv_heads=3, dim=4, itemsize=2)
+    assert cache.token_bytes == 96
+    found = paging([1, 16, 17], 16, cache, longest=32)
+    assert (found.used, found.held, found.contiguous) == (34 * 96, 64 * 96, 96 * 96)
+    assert found.wasted == pytest.approx(1 - 34 * 96 / (64 * 96 + 16))
+    assert found.read == 64 * 96 + 2 * 16
+    with pytest.raises(ValueError, match="page is 0"):
+        paging([1], 0, cache, 8)
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=60), st.integers(30, 90))
+@settings(max_examples=60, deadline=None)
+def test_churn_keeps_its_books(lengths, capacity):
+    found = churn(lengths, capacity, seed=1)
+    assert 0 <= found.largest_hole <= found.free <= capacity - lengths[-1]
+    assert 0 <= found.fragmentation < 1 or found.free == 0
+
+
+def test_lengths_are_as_asked():
+    lengths = lengths_of(4000, 100, 1000, seed=3)
+    assert max(lengths) <= 1000
+    assert sum(lengths) / 4000 == pytest.approx(100, rel=0.05)
+
+
+def test_speculation():
+    target, draft = Model(100.0, 0.0), Model(10.0, 0.0)
+    assert speculate(target, draft, 0, 0.5).bytes_per_token == 100.0
+    two = speculate(target, draft, 2, 0.5)
+    assert two.tokens == pytest.approx(1 + 0.5 + 0.25)
+    assert two.bytes_per_token == pytest.approx(120 / 1.75)
+    assert speculate(target, draft, 3, 1.0).tokens == 4
+    assert best_draft(target, draft, 0.0).drafted == 0
+    assert best_draft(target, draft, 0.9).drafted > best_draft(target, draft, 0.5).drafted
+    with pytest.raises(ValueError, match=r"acceptance is 1\.5; it must be from 0 to 1"):
+        speculate(target, draft, 1, 1.5)
+
+
+def test_accepted_tokens_are_what_drawing_gives():
+    generator = torch.Generator().manual_seed(0)
+    accepted = (torch.rand(100_000, 5, generator=generator) < 0.8).long().cumprod(1).sum(1) + 1
+    assert float(accepted.float().mean()) == pytest.approx(speculate(Model(1, 0), Model(1, 0), 5, 0.8).tokens, rel=0.01)
+
+
+@pytest.mark.parametrize(("run_it", "formula"), [("count_fused", "fused"), ("count_unfused", "unfused")])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("length", [1, 7, 64, 257])
+def test_convolutions_are_counted_and_true(run_it, formula, dtype, length):
+    u, k = torch.randn(2, 3, length).to(dtype), torch.randn(3, length).to(dtype)
+    y, counted = getattr(flashconv, run_it)(u, k)
+    it = flashconv.Convolution(2, 3, length, dtype.itemsize)
+    assert sorted(map(str, counted.moves)) == sorted(map(str, getattr(flashconv, formula)(it).moves))
+    exact = torch.zeros(2, 3, length, dtype=torch.float64)
+    for shift in range(length):
+        exact[..., shift:] += k[:, shift, None].double() * u[..., : length - shift].double()
+    # The FFT's own error is that of fp32 at the size of the largest terms.
+    n = 2 * length
+    plain = torch.fft.irfft(torch.fft.rfft(u.float(), n) * torch.fft.rfft(k.float(), n), n)[..., :length].to(dtype)
+    bound = 2 * (float((plain - exact).abs().max()) + torch.finfo(dtype).eps * float(exact.abs().max()))
+    assert float((y - exact).abs().max()) <= bound
+
+
+def test_tensors_are_read_from_both_kinds_of_file(tmp_path):
+    np = pytest.importorskip("numpy")
+    q = torch.randn(1, 2, 5, 4)
+    np.save(tmp_path / "q.npy", q.numpy())
+    assert torch.equal(read_tensor(tmp_path / "q.npy", "q"), q)
+    data = q.bfloat16().view(torch.int16).numpy().tobytes()
+    header = json.dumps({"q": {"dtype": "BF16", "shape": [1, 2, 5, 4], "data_offsets": [0, len(data)]}}).encode()
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
+    assert torch.equal(read_tensor(path, "q"), q.bfloat16())
+    with pytest.raises(ValueError, match="holds q; it must hold k"):
+        read_tensor(path, "k")
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="q would end at"):
+        read_tensor(path, "q")
+    with pytest.raises(ValueError, match="is no tensor file"):
+        read_tensor(tmp_path / "q.pt", "q")
+
+
+def test_count_on_files(tmp_path):
+    np = pytest.importorskip("numpy")
+    for name, heads, rows in (("q", 4, 30), ("k", 2, 40), ("v", 2, 40)):
+        np.save(tmp_path / f"{name}.npy", torch.randn(1, heads, rows, 8).half().numpy())
+    files = [word for name in "qkv" for word in (f"--{name}", str(tmp_path / f"{name}.npy"))]
+    (found,) = json.loads(run("count", *files, "--schedule", "fa1", "--causal", "--json"))
+    assert found["same"] is True
+    assert found["title"].startswith("B1 H4/2 N30x40 D8 fp16 causal")
+    assert "--dout is missing" in run("count", *files, "--backward", code=2)
+    assert "missing; give --q, --k and --v together" in run("count", *files[:2], code=2)
+
+
+def test_count_exits_with_1_where_a_result_is_wrong():
+    shape = ("--shape", "1,1,64,16", "--block-k", "16")
+    assert "BEYOND its bound" in run("count", *shape, "--schedule", "as-printed", code=1)
+    assert "predicted == counted, to the byte" in run("count", *shape, "--schedule", "fa2", "--backward")
+    assert "use smaller blocks" in run("count", *shape, "--sram", "1K", code=2)
+
+
+def test_predict_as_json_and_with_every_option():
+    (found,) = json.loads(run("predict", "--schedule", "naive", "--json"))
+    assert (found["bytes"], found["binds"], found["extra_bytes"]) == (203423744, "bandwidth", 2**26)
+    assert sum(move["read"] + move["written"] for move in found["moves"]) == found["bytes"]
+    shown = run(
+        "predict", "--case", "train-8k", "--backward", "--best-blocks", "--machine", "h200", "--measured-us", "900"
+    )
+    assert "reached" in shown
+    assert "compulsory" in run("predict", "--sweep", "sram", "--schedule", "fa2")
+    assert len(json.loads(run("predict", "--sweep", "block", "--schedule", "fa1", "--json"))) == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("predict", "--schedule", "fa9"), "schedule is 'fa9'"),
+        (("predict", "--case", "nope"), "case is 'nope'"),
+        (("predict", "--case", "chapter", "--causal"), "causal given with a named case"),
+        (("predict", "--shape", "1,2,3"), "it must be B,H,N,D"),
+        (("predict", "--sweep", "colour"), "sweep is 'colour'"),
+        (("predict", "--plot", "x.pdf"), "it must end in .png or .svg"),
+        (("predict", "--results", "/nowhere"), "it must be a folder"),
+        (("predict", "--shape", "1,3,8,4", "--kv-heads", "2"), "q has 3 heads"),
+        (("compare", "fa1", "naive"), "it must be one of fa1, fa2"),
+        (("paged", "--mean", "0"), "mean is 0"),
+        (("page", "--out", "/nowhere/x.html"), "its folder must exist"),
+        (("measure", "--implementation", "fa9"), "implementation is 'fa9'"),
+    ],
+)
+def test_errors_name_what_is_wrong(arguments, message):
+    assert message in " ".join(run(*arguments, code=2).split())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure on")
+def test_measuring_without_a_gpu_says_so():
+    assert "cannot measure: torch sees no CUDA GPU here" in run("measure", code=1)
+
+
+PLOTS = [
+    ("predict",),
+    ("predict", "--backward", "--theme", "dark"),
+    ("predict", "--sweep", "seqlen"),
+    ("paged",),
+    ("speculative", "--theme", "dark"),
+    ("flashconv", "--length", "64", "--channels", "2", "--count"),
+]
+
+
+@pytest.mark.parametrize("arguments", PLOTS, ids=" ".join)
+def test_plots_are_drawn(arguments, tmp_path):
+    pytest.importorskip("matplotlib")
+    run(*arguments, "--plot", str(tmp_path / "x.svg"))
+    text = (tmp_path / "x.svg").read_text()
+    assert text.count("<svg") == 1
+    assert len(re.findall(r"<text[^>]*>[^<]*[a-z]{4}", text)) >= 3  # a title, an axis, a legend
+
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "io.md"
+COMMANDS = re.findall(r"^ioattn io (.*)$", DOCUMENT.read_text(), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", sorted({c for c in COMMANDS if c != "measure" and "--case chapter" not in c}))
+def test_the_documents_commands_run(command, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    run(*command.split(), code=1 if "as-printed" in command else 0)
+    for name in re.findall(r"--plot (\S+)", command):
+        assert (tmp_path / name).stat().st_size > 1000
+        for theme in ("light", "dark"):
+            assert (DOCUMENT.parent / "figures" / name.replace(".", f"-{theme}.")).exists()
+
+
+def test_one_png(tmp_path):
+    pytest.importorskip("matplotlib")
+    run("predict", "--plot", str(tmp_path / "x.png"))
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("arguments", [("chapter",), ("compare",), ("compare", "--backward"), ("machines",)])
+def test_tables_are_printed_both_ways(arguments):
+    assert run(*arguments).count("\n") > 8
+    json.loads(run(*arguments, "--json"))
+
+
+def test_importing_the_laboratory_loads_no_heavy_package():
+    heavy = "('numpy', 'matplotlib', 'triton', 'llvmlite')"
+    code = (
+        f"import sys; before = set(sys.modules); import torch; base = set(sys.modules); import ioattn.cli.io; "
+        f"print([m for m in {heavy} if m in sys.modules and m not in base])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_theorem_2(claims):
+    # Without the fixed cost of the key tile the product of bytes and SRAM would be constant.
+    (slope,) = [c.ours for c in claims if c.what.startswith("slope")]
+    assert math.isclose(slope, -1, abs_tol=0.05)
