@@ -75,6 +75,15 @@ def test_one_long_head_is_work_for_every_thread() -> None:
     assert plan.plan_backward(problem, long.shape[:-1], None, False).tasks >= 8
 
 
+def test_many_cores_get_many_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 32)
+    q, k = torch.empty(1, 2, 2048, 64), torch.empty(1, 2, 65536, 64)
+    for queries in (q, q[:, :, :1]):
+        problem = ioattn.explain(queries, k, k).problem
+        assert plan.plan_forward(problem, queries.shape[:-1], None).tasks >= 60
+    assert plan.plan_backward(problem, q.shape[:-1], None, False).tasks >= 60
+
+
 def test_callers_at_the_same_time_do_not_meet() -> None:
     cases = [make() for make in CASES.values()]
     expected = [run(CPU, case) for case in cases]

@@ -6,6 +6,7 @@ Nothing here depends on the number of threads, so that results do not either.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -35,8 +36,7 @@ BLOCK_ROWS = 192
 """Queries per block: keys that were staged or paired once serve this many."""
 
 CHUNK_KEYS = 1024
-TASKS = 8
-"""A backward or a decode with fewer tasks than this is split into chunks of at least so many keys."""
+"""Keys are split into chunks, for tasks that would be too few otherwise, of at least this many."""
 
 
 def _prefers_decode(problem: Problem, recipe: Recipe) -> bool:
@@ -200,7 +200,7 @@ def plan_forward(problem: Problem, lse: tuple[int, ...], bias: torch.dtype | Non
         return _plan_decode(problem, lse, bias)
     values = _common_values(problem, target, recipe)
     panel_rows = recipe.vectors * target.lanes
-    panels = max(1, min(BLOCK_ROWS, _padded(problem.len_q, panel_rows)) // panel_rows)
+    panels = _block_panels(problem, panel_rows, problem.batch * problem.heads)
     cell, keys = 2 if recipe.paired else 4, FORWARD_KEYS
     dim, dim_v, words = values["dim_padded"], values["dim_v_padded"], values["dim_words"]
     offsets, scratch = _regions(
@@ -266,9 +266,20 @@ def _plan_decode(problem: Problem, lse: tuple[int, ...], bias: torch.dtype | Non
     return Plan(problem, address, _block(values), pairs * chunks, scratch, _flops(problem), 1, partial, pairs * 64)
 
 
+def _wanted_tasks() -> int:
+    """Enough for every core to stay busy to the end; not of threads, whose number must not change the bits."""
+    return max(8, 2 * (os.cpu_count() or 1))
+
+
+def _block_panels(problem: Problem, panel_rows: int, heads: int) -> int:
+    """Query panels per block: fewer where blocks would be too few tasks."""
+    share = -(-heads * problem.len_q // _wanted_tasks())
+    return max(1, min(BLOCK_ROWS, _padded(share, panel_rows), _padded(problem.len_q, panel_rows)) // panel_rows)
+
+
 def _chunks(problem: Problem, groups: int, multiple: int) -> tuple[int, int]:
     """How many chunks the keys are split into so that there are enough tasks, and how many keys one holds."""
-    wanted = min(-(-TASKS // max(1, groups)), problem.len_k // CHUNK_KEYS)
+    wanted = min(-(-_wanted_tasks() // max(1, groups)), problem.len_k // CHUNK_KEYS)
     keys = max(_padded(-(-problem.len_k // max(1, wanted)), multiple), multiple)
     return max(1, -(-problem.len_k // keys)), keys
 
