@@ -36,7 +36,9 @@ BLOCK_ROWS = 192
 """Queries per block: keys that were staged or paired once serve this many."""
 
 CHUNK_KEYS = 1024
-"""Keys are split into chunks, for tasks that would be too few otherwise, of at least this many."""
+SHARED_CHUNK_KEYS = 192
+"""Keys are split into chunks, for tasks that would be too few otherwise, of at least this many; the smaller number
+holds where heads or batches share the gradient of a bias, and nothing else could run side by side."""
 
 
 def _prefers_decode(problem: Problem, recipe: Recipe) -> bool:
@@ -242,7 +244,7 @@ def _plan_decode(problem: Problem, lse: tuple[int, ...], bias: torch.dtype | Non
             "scores": rows * keys * 4,
             "k_rows": keys * dim * 4 if recipe.staged else 0,
             "v_rows": keys * dim_v * 4 if recipe.staged else 0,
-            "factors": 64,
+            "row_sum": 64,
             "out_rows": dim_v * 4,
             **_score_regions(recipe, keys * 4),
         }
@@ -277,9 +279,9 @@ def _block_panels(problem: Problem, panel_rows: int, heads: int) -> int:
     return max(1, min(BLOCK_ROWS, _padded(share, panel_rows), _padded(problem.len_q, panel_rows)) // panel_rows)
 
 
-def _chunks(problem: Problem, groups: int, multiple: int) -> tuple[int, int]:
+def _chunks(problem: Problem, groups: int, multiple: int, least: int = CHUNK_KEYS) -> tuple[int, int]:
     """How many chunks the keys are split into so that there are enough tasks, and how many keys one holds."""
-    wanted = min(-(-_wanted_tasks() // max(1, groups)), problem.len_k // CHUNK_KEYS)
+    wanted = min(-(-_wanted_tasks() // max(1, groups)), problem.len_k // least)
     keys = max(_padded(-(-problem.len_k // max(1, wanted)), multiple), multiple)
     return max(1, -(-problem.len_k // keys)), keys
 
@@ -296,7 +298,8 @@ def plan_backward(problem: Problem, lse: tuple[int, ...], bias: torch.dtype | No
     batch_members = problem.batch if shared[0] == 1 else 1
     head_members = problem.heads if shared[1] == 1 else problem.group
     groups = (problem.batch // max(1, batch_members)) * (problem.heads // head_members)
-    chunks, chunk_keys = _chunks(problem, groups, BACKWARD_KEYS)
+    least = SHARED_CHUNK_KEYS if 1 in shared[:2] else CHUNK_KEYS
+    chunks, chunk_keys = _chunks(problem, groups, BACKWARD_KEYS, least)
     offsets, scratch = _regions(_backward_sizes(recipe, values, panels, panel_rows, min(chunk_keys, problem.len_k + 1)))
     rows = lse[-1]
     values |= {
