@@ -13,7 +13,7 @@ import torch
 import ioattn
 from ioattn.backends import cpu
 from ioattn.backends.cpu import jit, launch, plan
-from ioattn.backends.cpu.ir import F32, PTR, Module
+from ioattn.backends.cpu.ir import F32, Module
 
 pytestmark = pytest.mark.skipif(cpu.unusable() is not None, reason=str(cpu.unusable()))
 
@@ -43,7 +43,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def stores(number: float) -> str:
     """IR that stores a number."""
     module = Module()
-    f = module.function(jit.ENTRY, {"dst": PTR}, exported=True)
+    f = module.function(jit.ENTRY, "ptr dst", exported=True)
     f.args.dst.store(f.constant(number, F32))
     return str(module)
 

@@ -38,7 +38,7 @@ def evaluate(function: Callable[[Function, Value], Value], x: torch.Tensor) -> t
     target = jit.host()
     assert target is not None
     module = Module()
-    f = module.function(jit.ENTRY, {"block": PTR}, exported=True)
+    f = module.function(jit.ENTRY, "ptr block", exported=True)
     src, dst = (f.args.block.load(PTR) if i == 0 else (f.args.block + 8).load(PTR) for i in range(2))
     with f.loop(0, (f.args.block + 16).load(I64), target.lanes) as at:
         (dst + at * 4).store(function(f, (src + at * 4).load(Type("float", target.lanes))))

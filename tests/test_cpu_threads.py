@@ -13,12 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from attend import Shape, Target, check, dense, packed, run
+from attend import Shape, Target, dense, packed, run
 from oracle import Case, Result
 
 import ioattn
 from ioattn.backends import cpu
-from ioattn.backends.cpu import jit, launch, plan
+from ioattn.backends.cpu import launch, plan
 
 pytestmark = pytest.mark.skipif(cpu.unusable() is not None, reason=str(cpu.unusable()))
 
@@ -73,6 +73,15 @@ def test_one_long_head_is_work_for_every_thread() -> None:
         problem = ioattn.explain(*tensors).problem
         assert plan.plan_forward(problem, tensors[0].shape[:-1], None).tasks >= 8
     assert plan.plan_backward(problem, long.shape[:-1], None, False).tasks >= 8
+
+
+def test_many_cores_get_many_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 32)
+    q, k = torch.empty(1, 2, 2048, 64), torch.empty(1, 2, 65536, 64)
+    for queries in (q, q[:, :, :1]):
+        problem = ioattn.explain(queries, k, k).problem
+        assert plan.plan_forward(problem, queries.shape[:-1], None).tasks >= 60
+    assert plan.plan_backward(problem, q.shape[:-1], None, False).tasks >= 60
 
 
 def test_callers_at_the_same_time_do_not_meet() -> None:
@@ -138,33 +147,3 @@ def test_ctrl_c_is_heard_between_slices(monkeypatch: pytest.MonkeyPatch) -> None
         collections.deque((ioattn.attention(q, q, q, backend="cpu") for _ in range(20)), maxlen=0)
     timer.join()
     assert len(slices) < 20 * 64 * 11 / (4 * torch.get_num_threads())
-
-
-@pytest.fixture
-def avx2(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backend as on a CPU that has AVX2 and nothing newer."""
-    host = jit.host()
-    if host is None or not host.triple.startswith("x86_64"):
-        pytest.skip("AVX2 code needs an x86 CPU to run on")
-    narrow = jit.Target.of(host.triple, "haswell", "+avx2,+fma,+f16c")
-    monkeypatch.setattr(jit, "host", lambda: narrow)
-    monkeypatch.setattr(cpu, "_plans", {})
-
-
-FEATURES = {
-    "plain": {},
-    "causal": {"causal": True},
-    "terms": {"softcap": 4.0, "alibi": True, "bias": (1, 4, 67, 91), "mask": (2, 1, 67, 91), "sinks": True},
-}
-
-
-@pytest.mark.parametrize("features", FEATURES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_avx2_code_is_right(avx2: None, features: str, dtype: torch.dtype) -> None:
-    shape = Shape(batch=2, heads=4, n_q=67, n_k=91, dim=40, dim_v=24, kv_heads=2)
-    check(CPU, dense(CPU, shape, dtype, **FEATURES[features]))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_avx2_code_for_few_queries_is_right(avx2: None, dtype: torch.dtype) -> None:
-    check(CPU, dense(CPU, Shape(heads=2, n_q=2, n_k=300, dim=64, kv_heads=1), dtype, causal=True))

@@ -11,7 +11,7 @@ import time
 import torch
 
 from ioattn.backends.cpu import jit, launch
-from ioattn.backends.cpu.ir import PTR, Module, Type
+from ioattn.backends.cpu.ir import Module, Type
 
 _STEPS = 2_000_000
 _SUMS = 24
@@ -36,7 +36,7 @@ def fma_peak() -> float:
 
 def _fma_loop(target: jit.Target, sums: int) -> str:
     module = Module()
-    f = module.function(jit.ENTRY, {"memory": PTR}, exported=True)
+    f = module.function(jit.ENTRY, "ptr memory", exported=True)
     vector = Type("float", target.lanes)
     factor = f.args.memory.load(vector)
     totals = [f.variable(0.0, vector) for _ in range(sums)]

@@ -43,16 +43,16 @@ def cpu(
         f"fp32 FMA peak {peak:.0f} GFLOP/s; first call {cold:.2f} s to compile, {warm * 1e3:.0f} ms from cache"
     )
     comparisons = []
-    for case in CPU_CASES:
-        for dtype in case.dtypes:
-            if re.search(only, f"{case.name} {dtype}"):
-                for comparison in compare(case, dtype, "cpu", *((0.3, 2) if quick else (3.0, 5))):
-                    comparisons.append(comparison)
-                    console.print(_line(comparison))
-    rows = [row for comparison in comparisons for row in comparison.rows]
+    wanted = [(case, dtype) for case in CPU_CASES for dtype in case.dtypes if re.search(only, f"{case.name} {dtype}")]
+    for case, dtype in wanted:
+        for comparison in compare(case, dtype, "cpu", *((0.3, 2) if quick else (3.0, 5))):
+            comparisons.append(comparison)
+            console.print(_line(comparison))
+            if comparison.rows:
+                path = write(list(comparison.rows), output, "cpu")
     console.print(_table(comparisons, peak))
-    if rows:
-        console.print(f"stored in {write(rows, output, 'cpu')}")
+    if any(comparison.rows for comparison in comparisons):
+        console.print(f"stored in {path}")
     if any(comparison.fault for comparison in comparisons):
         raise typer.Exit(1)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from ioattn.backends.cpu import packing
 from ioattn.backends.cpu.arguments import Sequence
-from ioattn.backends.cpu.ir import F32, I64, PTR, Function, Module, Type, Value
+from ioattn.backends.cpu.ir import F32, I64, Function, Module, Type, Value
 from ioattn.backends.cpu.jit import Target
 from ioattn.backends.cpu.softmax import Recipe, dsoftmax_step
 from ioattn.backends.cpu.tiles import LOG2E
@@ -280,17 +280,7 @@ def _start_gradient(module: Module, target: Target, recipe: Recipe) -> Function:
     """lse, in the unit of the scores, and delta; a query that saw nothing gets lse inf, so that its weights are 0."""
     f = module.function(
         "start_gradient",
-        {
-            "state": PTR,
-            "lse": PTR,
-            "dlse": PTR,
-            "dlse_row": I64,
-            "has_dlse": I64,
-            "rows": I64,
-            "dout": PTR,
-            "out": PTR,
-            "row_bytes": I64,
-        },
+        ("ptr state, ptr lse, ptr dlse, i64 dlse_row, i64 has_dlse, i64 rows, ptr dout, ptr out, i64 row_bytes"),
     )
     a, panel_rows = f.args, recipe.vectors * target.lanes
     vector = Type("float", target.lanes)
@@ -314,7 +304,7 @@ def _start_gradient(module: Module, target: Target, recipe: Recipe) -> Function:
 
 def _clear(module: Module, target: Target) -> Function:
     """Zero `words` 32-bit words, whole vectors."""
-    f = module.function("clear", {"dst": PTR, "words": I64})
+    f = module.function("clear", "ptr dst, i64 words")
     with f.loop(0, f.args.words, target.lanes) as at:
         (f.args.dst + at * 4).store(f.constant(0.0, Type("float", target.lanes)))
     return f
@@ -322,7 +312,7 @@ def _clear(module: Module, target: Target) -> Function:
 
 def _sum_queries(module: Module, target: Target, vectors: int) -> Function:
     """Add the sum over a panel's queries of each row of a tile to `dst`."""
-    f = module.function("sum_queries", {"tile": PTR, "dst": PTR, "col": I64, "count": I64})
+    f = module.function("sum_queries", "ptr tile, ptr dst, i64 col, i64 count")
     vector, size = Type("float", target.lanes), 4 * target.lanes
     with f.loop(0, f.args.count) as row:
         parts = [(f.args.tile + (row * vectors + v) * size).load(vector) for v in range(vectors)]

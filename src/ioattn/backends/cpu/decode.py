@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ioattn.backends.cpu import packing
 from ioattn.backends.cpu.arguments import Sequence
-from ioattn.backends.cpu.ir import F32, I32, I64, PTR, Function, Module, Type, Value
+from ioattn.backends.cpu.ir import F32, I32, I64, Function, Module, Type, Value
 from ioattn.backends.cpu.jit import Target
 from ioattn.backends.cpu.softmax import Recipe
 from ioattn.backends.cpu.tiles import LOG2E, add_log, exp2
@@ -145,15 +145,15 @@ class _Decode(Worker):
         lse, states = row.seq.lse(row.head, row.query), states + row.index * self._row_bytes()
         f.call(
             self.merge_row, states, args.partial_chunk, args.chunks, sink.value, scratch.out_rows, args.dim_v_padded,
-            lse, scratch.factors,
+            lse, scratch.row_sum,
         )  # fmt: skip
         out = row.seq.query("out", row.head, row.query)
-        f.call(self.unstage_out, scratch.out_rows, 0, out, 0, args.out_col, 1, args.dim_v, scratch.factors, 0)
+        f.call(self.unstage_out, scratch.out_rows, 0, out, 0, args.out_col, 1, args.dim_v, scratch.row_sum, 0)
 
 
 def _row_scores(module: Module, target: Target) -> Function:
     """The scores of one query against `count` keys, four keys at a time."""
-    f = module.function("row_scores", {"q": PTR, "k": PTR, "k_row": I64, "count": I64, "dim": I64, "scores": PTR})
+    f = module.function("row_scores", "ptr q, ptr k, i64 k_row, i64 count, i64 dim, ptr scores")
     a, vector = f.args, Type("float", target.lanes)
     whole = a.count - a.count % 4
     for first, stop, keys in ((0, whole, 4), (whole, a.count, 1)):
@@ -205,10 +205,10 @@ class _RowScores:
         return self.recipe.formula.step(self.place(at).load(self.vector), distance, operands)
 
 
-_ROW_SOFTMAX = {
-    "scores": PTR, "count": I64, "state": PTR, "acc_words": I64, "first": I64, "last": I64, "diagonal": I64,
-    "softcap": F32, "slope": F32, "bias": PTR, "mask": PTR,
-}  # fmt: skip
+_ROW_SOFTMAX = (
+    "ptr scores, i64 count, ptr state, i64 acc_words, i64 first, i64 last, i64 diagonal, "
+    "float softcap, float slope, ptr bias, ptr mask"
+)
 
 
 def _row_softmax(module: Module, target: Target, recipe: Recipe) -> Function:
@@ -246,7 +246,7 @@ def _row_softmax(module: Module, target: Target, recipe: Recipe) -> Function:
 
 def _start_row(module: Module, target: Target) -> Function:
     """row_max -inf, row_sum 0 and acc 0."""
-    f = module.function("start_row", {"state": PTR, "acc_words": I64})
+    f = module.function("start_row", "ptr state, i64 acc_words")
     f.args.state.store(f.constant(float("-inf"), F32))
     (f.args.state + 4).store(f.constant(0.0, F32))
     with f.loop(0, f.args.acc_words, target.lanes) as at:
@@ -258,16 +258,7 @@ def _merge_row(module: Module, target: Target, dtype: str) -> Function:
     """Chunks of one query become its acc, row_sum and lse; a sink counts as one chunk whose value is zero."""
     f = module.function(
         "merge_row",
-        {
-            "states": PTR,
-            "step": I64,
-            "chunks": I64,
-            "sink": F32,
-            "acc": PTR,
-            "acc_words": I64,
-            "lse": PTR,
-            "row_sum": PTR,
-        },
+        ("ptr states, i64 step, i64 chunks, float sink, ptr acc, i64 acc_words, ptr lse, ptr row_sum"),
     )
     a, vector = f.args, Type("float", target.lanes)
     row_max = f.variable(a.sink)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ioattn.backends.cpu import packing
 from ioattn.backends.cpu.arguments import Sequence
-from ioattn.backends.cpu.ir import F32, I64, PTR, Function, Module, Type, Value
+from ioattn.backends.cpu.ir import F32, I64, Function, Module, Type, Value
 from ioattn.backends.cpu.jit import Target
 from ioattn.backends.cpu.softmax import Recipe, softmax_step
 from ioattn.backends.cpu.tiles import LN2, LOG2E, add_log
@@ -154,7 +154,7 @@ class _Forward(Worker):
 
 def _start_state(module: Module, target: Target, recipe: Recipe) -> Function:
     """acc 0, and row_max and row_sum before the first key: a sink counts as one key whose value is zero."""
-    f = module.function("start_state", {"state": PTR, "acc": PTR, "acc_words": I64, "sink": F32})
+    f = module.function("start_state", "ptr state, ptr acc, i64 acc_words, float sink")
     vector, size, vectors = Type("float", target.lanes), 4 * target.lanes, recipe.vectors
     sink = f.args.sink if recipe.natural else f.args.sink * LOG2E
     row_sum = f.select(sink.equals(float("-inf")), f.constant(0.0, F32), 1.0)
@@ -168,7 +168,7 @@ def _start_state(module: Module, target: Target, recipe: Recipe) -> Function:
 
 def _finish_state(module: Module, target: Target, recipe: Recipe) -> Function:
     """row_max + log(row_sum) to `lse`."""
-    f = module.function("finish_state", {"state": PTR, "lse": PTR, "rows": I64})
+    f = module.function("finish_state", "ptr state, ptr lse, i64 rows")
     vector, size, vectors = Type("float", target.lanes), 4 * target.lanes, recipe.vectors
     for v in range(vectors):
         row_max, row_sum = ((f.args.state + (part * vectors + v) * size).load(vector) for part in range(2))

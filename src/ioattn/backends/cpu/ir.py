@@ -163,8 +163,11 @@ class Module:
         self._functions: dict[str, Function] = {}
         self._intrinsics: set[str] = set()
 
-    def function(self, name: str, arguments: dict[str, Type], exported: bool = False) -> Function:
-        """A new function without a result; only an exported one can be looked up after compiling."""
+    def function(self, name: str, arguments: str, exported: bool = False) -> Function:
+        """A new function without a result; only an exported one can be looked up after compiling.
+
+        `arguments` are LLVM types and names: "ptr src, i64 rows, float factor".
+        """
         if name in self._functions:
             raise ValueError(f"function {name!r} exists; names must be unique in a module")
         self._functions[name] = Function(self, name, exported, arguments)
@@ -183,15 +186,16 @@ class Module:
 class Function:
     """One function under construction; `args` holds its arguments by name."""
 
-    def __init__(self, module: Module, name: str, exported: bool, arguments: dict[str, Type]):
+    def __init__(self, module: Module, name: str, exported: bool, arguments: str):
         self.module, self.name = module, name
-        self.args = SimpleNamespace(**{key: Value(self, kind, f"%{key}") for key, kind in arguments.items()})
-        formal = ", ".join(f"{kind} %{key}" for key, kind in arguments.items())
+        formals = [argument.split() for argument in arguments.split(",")]
+        self.args = SimpleNamespace(**{key: Value(self, Type(kind), f"%{key}") for kind, key in formals})
+        formal = ", ".join(f"{kind} %{key}" for kind, key in formals)
         self._head = f"define {'' if exported else 'internal '}void @{name}({formal}) #0 {{\nentry:"
         self._stack: list[str] = []
         self._lines: list[str] = []
         self._count = 0
-        self._types = list(arguments.values())
+        self._types = [Type(kind) for kind, _ in formals]
 
     def __str__(self) -> str:
         return "\n".join([self._head, *self._stack, "br label %body", "body:", *self._lines, "ret void", "}"])

@@ -6,7 +6,7 @@ only `stage` and `unstage` know of tails, types and strides.
 
 from __future__ import annotations
 
-from ioattn.backends.cpu.ir import F16, F32, I1, I16, I32, I64, PTR, Function, Module, Type, Value, Variable
+from ioattn.backends.cpu.ir import F16, F32, I1, I16, I32, I64, Function, Module, Type, Value, Variable
 from ioattn.backends.cpu.jit import Target
 from ioattn.backends.cpu.tiles import to_bfloat_bits
 
@@ -44,18 +44,10 @@ def stage(module: Module, target: Target, name: str, dtype: str, raw: bool = Fal
     """
     f = module.function(
         name,
-        {
-            "src": PTR,
-            "row": I64,
-            "col": I64,
-            "rows": I64,
-            "cols": I64,
-            "dst": PTR,
-            "dst_row": I64,
-            "rows_padded": I64,
-            "cols_padded": I64,
-            "factor": F32,
-        },
+        (
+            "ptr src, i64 row, i64 col, i64 rows, i64 cols, ptr dst, i64 dst_row, i64 rows_padded, "
+            "i64 cols_padded, float factor"
+        ),
     )
     a, size, lanes = f.args, SIZES[dtype], target.lanes
     cell = I16 if raw else F32
@@ -82,10 +74,7 @@ def stage(module: Module, target: Target, name: str, dtype: str, raw: bool = Fal
     return f
 
 
-_UNSTAGE = {
-    "src": PTR, "src_row": I64, "dst": PTR, "row": I64, "col": I64, "rows": I64, "cols": I64, "factors": PTR,
-    "factors_step": I64,
-}  # fmt: skip
+_UNSTAGE = "ptr src, i64 src_row, ptr dst, i64 row, i64 col, i64 rows, i64 cols, ptr factors, i64 factors_step"
 
 
 def unstage(module: Module, target: Target, name: str, dtype: str, how: str = "times") -> Function:
@@ -124,7 +113,7 @@ def unstage(module: Module, target: Target, name: str, dtype: str, how: str = "t
 
 def transpose(module: Module, target: Target, name: str) -> Function:
     """dst[col][row] = src[row][col] of 32-bit words; rows and cols are whole vectors, strides in bytes."""
-    f = module.function(name, {"src": PTR, "src_row": I64, "dst": PTR, "dst_row": I64, "rows": I64, "cols": I64})
+    f = module.function(name, "ptr src, i64 src_row, ptr dst, i64 dst_row, i64 rows, i64 cols")
     a, lanes = f.args, target.lanes
     vector = Type("i32", lanes)
     with f.loop(0, a.rows, lanes) as row, f.loop(0, a.cols, lanes) as col:
@@ -152,7 +141,7 @@ def _transposed(f: Function, block: list[Value]) -> list[Value]:
 
 def interleave(module: Module, target: Target, name: str) -> Function:
     """dst[i][col] = the pair src[2i][col], src[2i + 1][col] of 16-bit elements; a missing last row counts as zero."""
-    f = module.function(name, {"src": PTR, "src_row": I64, "dst": PTR, "dst_row": I64, "rows": I64, "cols": I64})
+    f = module.function(name, "ptr src, i64 src_row, ptr dst, i64 dst_row, i64 rows, i64 cols")
     a, lanes = f.args, target.lanes
     half, word = Type("i16", lanes), Type("i32", lanes)
 
@@ -172,7 +161,7 @@ def interleave(module: Module, target: Target, name: str) -> Function:
 
 def find_nonfinite(module: Module, target: Target, name: str, paired: bool) -> Function:
     """Set `found` to 1 if a row of fp32, or of words that hold bfloat16 pairs, has an infinity or a NaN, else to 0."""
-    f = module.function(name, {"src": PTR, "row": I64, "rows": I64, "cols": I64, "found": PTR})
+    f = module.function(name, "ptr src, i64 row, i64 rows, i64 cols, ptr found")
     a, lanes = f.args, target.lanes
     many = f.variable(f.constant(0, Type("i1", lanes)))
     single = f.variable(f.constant(0, I1))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ioattn.backends.cpu.ir import F32, I32, I64, PTR, Function, Module, Type, Value
+from ioattn.backends.cpu.ir import F32, I32, Function, Module, Type, Value
 from ioattn.backends.cpu.jit import Target
 from ioattn.backends.cpu.tiles import LOG2E, exp2, pack_pair, tanh, to_bfloat_bits
 from ioattn.compose import Formula, fold
@@ -18,10 +18,7 @@ from ioattn.scores import ORDER
 UNBOUNDED = 2**30
 """Stands for no bound of the band: further away than any key, and safe to add a lane's number to."""
 
-_CONTEXT = {
-    "lo": I64, "hi": I64, "limit": I64, "diagonal": I64, "factor": F32, "softcap": F32, "slope": F32, "bias": PTR,
-    "mask": PTR,
-}  # fmt: skip
+_CONTEXT = "i64 lo, i64 hi, i64 limit, i64 diagonal, float factor, float softcap, float slope, ptr bias, ptr mask"
 """What a tile needs to know of its place: lane r sees rows lo + r to hi + r, as far as `limit`, the last row that any
 query sees, and is `diagonal` + r - j away from row j."""
 
@@ -134,8 +131,7 @@ def softmax_step(module: Module, target: Target, name: str, recipe: Recipe, part
     `state` holds row_max, row_sum and the factor by which earlier results shrink, a panel each. fp32 weights overwrite
     the scores; paired ones go two keys to a word.
     """
-    arguments = {"scores": PTR, "weights": PTR, "count": I64, "state": PTR}
-    f = module.function(name, arguments | _CONTEXT)
+    f = module.function(name, f"ptr scores, ptr weights, i64 count, ptr state, {_CONTEXT}")
     tile, vectors = _ScoreTile(f, target, recipe, partial), range(recipe.vectors)
     state = [[(f.args.state + (part * tile.row_size + v * tile.size)) for v in vectors] for part in range(3)]
     new_max = _tile_max(tile)
@@ -211,8 +207,8 @@ def dsoftmax_step(module: Module, target: Target, name: str, recipe: Recipe, par
     ones go to `weight_rows` and `dscore_rows`, pairs along the queries, and `dscore_pairs`, pairs along the keys. The
     gradient before the terms goes to `dbias`, where a bias wants it.
     """
-    outputs = {"weight_rows": PTR, "dscore_rows": PTR, "dscore_pairs": PTR, "dbias": PTR}
-    f = module.function(name, {"scores": PTR, "dscores": PTR, "count": I64, "state": PTR} | _CONTEXT | outputs)
+    outputs = "ptr weight_rows, ptr dscore_rows, ptr dscore_pairs, ptr dbias"
+    f = module.function(name, f"ptr scores, ptr dscores, i64 count, ptr state, {_CONTEXT}, {outputs}")
     tile = _ScoreTile(f, target, recipe, partial)
     step = _GradientStep(tile)
     if not recipe.paired:

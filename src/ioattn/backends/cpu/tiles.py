@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from ioattn.backends.cpu.ir import BF16, F32, I16, I32, I64, PTR, Function, Module, Type, Value, Variable
+from ioattn.backends.cpu.ir import BF16, F32, I16, I32, Function, Module, Type, Value, Variable
 from ioattn.backends.cpu.jit import Target
 
 LOG2E = math.log2(math.e)
@@ -62,18 +62,7 @@ def product(
     """
     f = module.function(
         name,
-        {
-            "a": PTR,
-            "a_row": I64,
-            "a_step": I64,
-            "b": PTR,
-            "b_step": I64,
-            "c": PTR,
-            "c_row": I64,
-            "count": I64,
-            "depth": I64,
-            "factors": PTR,
-        },
+        ("ptr a, i64 a_row, i64 a_step, ptr b, i64 b_step, ptr c, i64 c_row, i64 count, i64 depth, ptr factors"),
     )
     emit = _Product(f, target, layout, start, paired, guard)
     first: Value | int = 0

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ioattn.backends.cpu import packing
 from ioattn.backends.cpu.arguments import Arguments, Scratch, Sequence, clamped
-from ioattn.backends.cpu.ir import F32, I64, PTR, Function, Module, Type, Value
+from ioattn.backends.cpu.ir import F32, I64, Function, Module, Type, Value
 from ioattn.backends.cpu.jit import ENTRY, Target
 from ioattn.backends.cpu.softmax import UNBOUNDED, Recipe
 from ioattn.backends.cpu.tiles import Layout, product, tile_of, widest
@@ -44,7 +44,7 @@ class Worker:
         self.row_size = 4 * self.panel_rows
         self.q_cell = 2 if recipe.paired else 4
         self._build_kernels()
-        self.f = self.module.function(ENTRY, {"block": PTR}, exported=True)
+        self.f = self.module.function(ENTRY, "ptr block", exported=True)
         self.args = Arguments(self.f)
         self.scratch: Scratch = self.args.scratch()
         with self.f.tasks(self.args.slot("task"), self.args.last_task) as task:
@@ -84,17 +84,10 @@ class Worker:
         module, target, paired = self.module, self.target, self.recipe.paired
         f = module.function(
             name,
-            {
-                "weights": PTR,
-                "weights_row": I64,
-                "rows": PTR,
-                "row": I64,
-                "acc": PTR,
-                "acc_row": I64,
-                "count": I64,
-                "depth": I64,
-                "vectors": I64,
-            },
+            (
+                "ptr weights, i64 weights_row, ptr rows, i64 row, ptr acc, i64 acc_row, i64 count, i64 depth, "
+                "i64 vectors"
+            ),
         )
         a, layout, size = f.args, Layout(a_row=weights_row, a_step=4), 4 * target.lanes
         first: Value | int = 0
@@ -188,7 +181,7 @@ class Worker:
 
 def _survey(module: Module, target: Target) -> Function:
     """Whether a mask tile hides a score (`found` bit 0) and whether it shows one (bit 1)."""
-    f = module.function("survey", {"tile": PTR, "words": I64, "found": PTR})
+    f = module.function("survey", "ptr tile, i64 words, ptr found")
     vector = Type("i32", target.lanes)
     seen = [f.variable(f.constant(0, Type("i1", target.lanes))) for _ in range(2)]
     with f.loop(0, f.args.words, target.lanes) as at:
