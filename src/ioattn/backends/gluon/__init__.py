@@ -6,6 +6,7 @@ are its roles, and `names` holds what differs between versions of Triton.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import math
 
@@ -29,7 +30,10 @@ def unusable() -> str | None:
     if all(torch.cuda.get_device_capability(i) != (9, 0) for i in range(torch.cuda.device_count())):
         return f"needs a Hopper GPU (compute capability 9.0), and this is {torch.cuda.get_device_name()}"
     if importlib.util.find_spec("triton") is None:
-        return "needs Triton; pip install 'ioattn[gpu]'"
+        return "needs Triton 3.6 or newer, and it is not installed; pip install triton"
+    version = importlib.metadata.version("triton")
+    if tuple(map(int, version.split(".")[:2])) < (3, 6):
+        return f"needs Triton 3.6 or newer, and this is {version}; pip install --upgrade triton"
     return None
 
 
@@ -66,6 +70,9 @@ def forward(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> Non
         return
     from ioattn.backends.gluon import launch  # imports Triton
 
+    if problem.device.index == torch.cuda.current_device():
+        launch.forward(problem, tensors, out, lse)
+        return
     with torch.cuda.device(problem.device):
         launch.forward(problem, tensors, out, lse)
 
