@@ -93,6 +93,27 @@ def test_backward_runs_on_the_backend_of_the_forward(install) -> None:
     assert (q.grad == 2).all()
 
 
+def test_gradients_of_a_forward_only_backend_come_from_the_next(install) -> None:
+    first = Fake("one", 1)
+    first.forward_only = True
+    install(first, Fake("two", 2, ("odd",)), Fake("three", 3))
+    q = torch.zeros(1, 1, 2, 4, requires_grad=True)
+    out = ioattn.attention(q, q.detach(), q.detach())
+    assert (out == 1).all()
+    out.sum().backward()
+    assert (q.grad == 3).all()
+
+
+def test_gradients_of_a_named_forward_only_backend_are_refused(install) -> None:
+    first = Fake("one", 1)
+    first.forward_only = True
+    install(first, Fake("two", 2))
+    q = torch.zeros(1, 1, 2, 4, requires_grad=True)
+    out = ioattn.attention(q, q.detach(), q.detach(), backend="one")
+    with pytest.raises(ioattn.UnsupportedProblemError, match="one: has no backward"):
+        out.sum().backward()
+
+
 def test_a_named_backend_never_falls_back(install) -> None:
     install(Fake("picky", 1, ("head dimension is odd", "too small")), Fake("good", 3))
     with pytest.raises(ioattn.UnsupportedProblemError) as raised:

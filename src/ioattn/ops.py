@@ -183,7 +183,8 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
     dq, dk, dv, dbias, dsinks = grads
     wanted = Gradients(dq, dk, dv, dbias if want_dbias else None, dsinks if want_dsinks else None)
     with _as_written(plan.problem.device.type):
-        plan.backend.backward(plan.problem, tensors, out, lse, dout, dlse, wanted)
+        backend = registry.choose(plan.problem, settings[1], backward=True)
+        backend.backward(plan.problem, tensors, out, lse, dout, dlse, wanted)
     return grads
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from ioattn.problem import Gradients, Problem, Tensors
 
 MODULES = {
+    "gluon": "ioattn.backends.gluon",
     "cpu": "ioattn.backends.cpu",
     "eager": "ioattn.backends.eager",
 }
@@ -22,7 +23,11 @@ MODULES = {
 
 
 class Backend(Protocol):
-    """What a backend module provides."""
+    """What a backend module provides.
+
+    One without a `backward` says so by `forward_only = True`: its `out` and `lse` are like any other backend's, so the
+    first of those that has one differentiates them.
+    """
 
     name: str
 
@@ -86,10 +91,17 @@ def load(name: str) -> Backend:
     return cast(Backend, importlib.import_module(MODULES[name]))
 
 
-def reasons_against(name: str, problem: Problem) -> tuple[str, ...]:
-    """Why backend `name` cannot run `problem` here; empty if it can."""
+def is_forward_only(name: str) -> bool:
+    """Whether the backend leaves gradients to others."""
+    return getattr(load(name), "forward_only", False)
+
+
+def reasons_against(name: str, problem: Problem, backward: bool = False) -> tuple[str, ...]:
+    """Why backend `name` cannot run `problem` here, or its backward; empty if it can."""
     broken = unusable(name)
-    return (broken,) if broken else tuple(load(name).objections(problem))
+    if broken:
+        return (broken,)
+    return ("has no backward",) if backward and is_forward_only(name) else tuple(load(name).objections(problem))
 
 
 def unusable(name: str) -> str | None:
@@ -101,8 +113,10 @@ def unusable(name: str) -> str | None:
 
 
 @lru_cache(maxsize=4096)
-def choose(problem: Problem, name: str | None = None) -> Backend:
+def choose(problem: Problem, name: str | None = None, backward: bool = False) -> Backend:
     """The first backend without objections, or the named one; never a substitute for a named one.
+
+    With `backward`, the one that differentiates.
 
     Raises:
         ValueError: if no backend has that name.
@@ -113,7 +127,7 @@ def choose(problem: Problem, name: str | None = None) -> Backend:
     asked = names() if name is None else (name,)
     against = []
     for candidate in asked:
-        reasons = reasons_against(candidate, problem)
+        reasons = reasons_against(candidate, problem, backward)
         if not reasons:
             return load(candidate)
         against.append(f"{candidate}: {'; '.join(reasons)}")

@@ -1,0 +1,117 @@
+"""What each kernel is compiled for: a measured table of tile sizes and warp roles, with a reason per row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ioattn.problem import Problem
+
+GROUP_ROWS = 64
+"""Query rows of a compute group: the rows of one warp group's matrix instruction."""
+
+TILE_DIMS = (64, 128, 256)
+MAX_SEQUENCES = 1023
+SHARED_BYTES = 227 * 1024
+L2_SECTION_BYTES = 28e6
+"""Keys and values of the heads in work together: half of the H200's 60 MB L2, which Q and O share.
+
+20, 28, 40 and 60 MB, causal, TFLOP/s: N 2048 D 128 551, 558, 543, 544; N 512 D 256 288, 319, 282, 307; N 8192 alike.
+"""
+
+
+@dataclass(frozen=True)
+class Config:
+    """One compiled kernel: tile sizes, roles, and which features of a problem its code holds."""
+
+    dim: int
+    dim_v: int
+    groups: int
+    keys: int
+    stages: int
+    registers: int
+    share_out: bool = False
+    ping_pong: bool = False
+    wait_after_max: bool = False
+    longest_first: bool = False
+    has_lo: bool = False
+    has_hi: bool = False
+    bottom_right: bool = True
+    masks: bool = False
+    cleans: bool = False
+    has_softcap: bool = False
+    sequences: int = 0
+
+    @property
+    def tile_rows(self) -> int:
+        """Query rows of a tile."""
+        return self.groups * GROUP_ROWS
+
+
+def tile_dim(dim: int) -> int:
+    """The smallest tile that holds a head dimension."""
+    return next(d for d in TILE_DIMS if d >= dim)
+
+
+def tiles(problem: Problem) -> Config:
+    """Tile sizes and roles, as measured on an H200 in BF16 (docs/journal.md has the runs).
+
+    `registers` are a compute group's; what is left of 512 per thread position is the loader's.
+    """
+    dim, dim_v = tile_dim(problem.dim), tile_dim(problem.dim_v)
+    wide = max(dim, dim_v)
+    bounded = problem.band.bounded or problem.packed
+    # Half the keys per step where a diagonal is most of the work: N 512 causal D 128 285 against 258 TFLOP/s.
+    narrow = bounded and problem.len_k <= 512
+    if wide == 64 and problem.len_q <= (1024 if bounded else 512):
+        # Three groups leave much of the last tile empty: N 512 347 against 321 TFLOP/s, N 1024 causal 297 / 280.
+        keys, stages = (64, 6) if narrow else (128, 4)
+        return Config(dim, dim_v, groups=2, keys=keys, stages=stages, registers=240, ping_pong=True)
+    if wide == 64:
+        # In turn: full N 2048 511 / 473. Waiting for P V after the row maximum: full N 8192 540 / 530, causal -1%.
+        return Config(
+            dim, dim_v, groups=3, keys=128, stages=4, registers=160, ping_pong=True, wait_after_max=not bounded
+        )
+    if wide == 128:
+        # In turn costs 2%; a third stage in the place of the output's own buffer, 4%. The loader of a masked kernel has
+        # more to hold, and 40 registers for it instead of 24 give N 2048 causal 552 against 543.
+        keys, stages = (64, 4) if narrow else (128, 2)
+        return Config(dim, dim_v, groups=2, keys=keys, stages=stages, registers=232 if bounded else 240)
+    # The output goes through Q's buffer: nothing else fits. The wait after the row maximum: causal N 8192 643 / 614.
+    return Config(
+        dim, dim_v, groups=2, keys=64, stages=2, registers=240, share_out=dim == dim_v, wait_after_max=bounded
+    )
+
+
+def choose(problem: Problem) -> Config:
+    """The kernel for a problem."""
+    config = tiles(problem)
+    band = problem.band
+    bounded = band.bounded or problem.packed
+    return replace(
+        config,
+        longest_first=band.hi is not None,
+        has_lo=band.lo is not None,
+        has_hi=band.hi is not None,
+        bottom_right=problem.align == "bottom-right",
+        masks=bounded or problem.len_k % config.keys != 0,
+        cleans=bounded,
+        has_softcap=problem.softcap is not None,
+        sequences=_power_of_two(problem.batch + 1) if problem.packed else 0,
+    )
+
+
+def section(problem: Problem) -> int:
+    """How many query heads a section of the schedule takes.
+
+    Their keys and values should stay in L2 together, and the last section should not be much smaller than the others:
+    when few heads are left, the blocks run out of long tiles to share.
+    """
+    bytes_per_head = problem.len_k * (problem.dim + problem.dim_v) * 2 / problem.group
+    all_heads = problem.heads if problem.packed else problem.heads * problem.batch
+    most = int(min(max(L2_SECTION_BYTES // max(bytes_per_head, 1), 1), all_heads))
+    sizes = range((most + 1) // 2, most + 1)
+    return max(sizes, key=lambda size: ((all_heads - 1) % size + 1) / size + size / most)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()

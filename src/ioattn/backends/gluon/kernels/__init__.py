@@ -1,0 +1,1 @@
+"""Device code, compiled by Gluon."""

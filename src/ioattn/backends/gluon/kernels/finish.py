@@ -1,0 +1,68 @@
+"""The end of a tile: divide by the row sums, look for NaN that masked keys have brought in, store."""
+
+from ioattn.backends.gluon.kernels.call import INF, LN2
+from ioattn.backends.gluon.kernels.names import fence_async_shared, gl, gluon, store_tile, tma
+from ioattn.backends.gluon.kernels.tiles import GROUP_ROWS
+
+
+@gluon.jit
+def finish(call, post, state, row, GROUP: gl.constexpr):
+    """Divide by the row sums and store: out by TMA where the tile is whole, the LSE by pointers."""
+    tile = call.board.read(post)
+    config: gl.constexpr = call.config
+    layouts: gl.constexpr = call.layouts
+    memory = call.memory
+    is_empty = state.row_sum == 0.0
+    inverse = gl.where(is_empty, 0.0, 1.0 / state.row_sum)
+    out = state.acc * gl.convert_layout(inverse, layouts.acc_row)[:, None]
+    out = gl.where(gl.convert_layout(is_empty, layouts.acc_row)[:, None], 0.0, out)
+    if config.cleans:
+        if (tile.is_again == 0) & has_nan(out):
+            call.board.suspect(post, GROUP)
+        else:
+            store_out(call, tile, out, row, GROUP)
+    else:
+        store_out(call, tile, out, row, GROUP)
+    lse = gl.where(is_empty, -INF, (state.row_max + gl.log2(state.row_sum)) * LN2)
+    rows = row + gl.arange(0, GROUP_ROWS, layouts.row)
+    at = tile.batch * memory.lse_batch + tile.head * memory.lse_head + tile.q_offset
+    gl.store(memory.lse + at + rows, lse, mask=rows < tile.len_q)
+
+
+@gluon.jit
+def has_nan(out):
+    """Whether anything in the tile is NaN or infinite."""
+    poison = gl.sum(out * 0.0, 1)
+    return gl.max(gl.where(poison == 0.0, 0, 1), 0) != 0
+
+
+@gluon.jit
+def store_out(call, tile, out, row, GROUP: gl.constexpr):
+    """Store a tile by TMA; by pointers where it reaches past its sequence, or where the loader is to put it right."""
+    config: gl.constexpr = call.config
+    memory = call.memory
+    out_tile = call.out_tiles.index(GROUP)
+    if not config.share_out:
+        tma.store_wait(0)
+    out_rows = out_tile.reshape([GROUP_ROWS, config.dim_v])
+    out_rows.store(out.to(out_tile.dtype))
+    if config.cleans:
+        if (row + GROUP_ROWS <= tile.len_q) & (tile.is_again == 0):
+            fence_async_shared()
+            store_tile(memory.out_desc, [tile.batch, tile.head, tile.q_offset + row, 0], out_tile)
+        else:
+            store_rows(memory, tile, row, out_rows.load(call.layouts.copy))
+    else:
+        fence_async_shared()
+        store_tile(memory.out_desc, [tile.batch, tile.head, row, 0], out_tile)
+
+
+@gluon.jit
+def store_rows(memory, tile, row, out):
+    """Store the rows of a tile that reaches past its sequence; the next rows belong to another."""
+    layout: gl.constexpr = out.type.layout
+    rows = row + gl.arange(0, out.shape[0], gl.SliceLayout(1, layout))
+    cols = gl.arange(0, out.shape[1], gl.SliceLayout(0, layout))
+    at = tile.batch * memory.out_batch + tile.head * memory.out_head + (tile.q_offset + rows) * memory.out_row
+    inside = (rows < tile.len_q)[:, None] & (cols < memory.dim_v)[None, :]
+    gl.store(memory.out + at[:, None] + cols[None, :], out, mask=inside)

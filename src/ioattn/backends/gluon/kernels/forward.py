@@ -1,0 +1,92 @@
+"""The forward kernel for Hopper: one loader and two or three compute groups per block, on a persistent grid."""
+
+from ioattn.backends.gluon.kernels.call import Call, Memory, Scoring
+from ioattn.backends.gluon.kernels.compute import compute
+from ioattn.backends.gluon.kernels.load import load
+from ioattn.backends.gluon.kernels.names import gl, gluon
+from ioattn.backends.gluon.kernels.pipeline import barriers, ring, turns
+from ioattn.backends.gluon.kernels.tiles import GROUP_ROWS, Band, Schedule, board
+
+
+@gluon.jit
+def compute_0(call):
+    """The first group."""
+    compute(call, 0)
+
+
+@gluon.jit
+def compute_1(call):
+    """The second group."""
+    compute(call, 1)
+
+
+@gluon.jit
+def compute_2(call):
+    """The third group."""
+    compute(call, 2)
+
+
+@gluon.jit
+def forward(
+    q_desc,
+    k_desc,
+    v_desc,
+    out_desc,
+    out,
+    out_strides,
+    lse,
+    lse_strides,
+    v,
+    v_strides,
+    dim_v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    slopes,
+    sinks,
+    counter,
+    sizes,
+    kv_group,
+    band,
+    scale,
+    softcap,
+    config: gl.constexpr,
+    formula: gl.constexpr,
+):
+    """The kernel: sets the stage, then the loader and the compute groups run side by side."""
+    GROUPS: gl.constexpr = config.groups
+    queries = ring(q_desc, GROUPS, 1)
+    rings = (queries, ring(k_desc, config.stages, GROUPS), ring(v_desc, config.stages, GROUPS))
+    if config.share_out:
+        out_tiles = queries.buffers
+    else:
+        out_tiles = gl.allocate_shared_memory(out_desc.dtype, [GROUPS, 1, 1, GROUP_ROWS, config.dim_v], out_desc.layout)
+    call = Call(
+        rings,
+        barriers(1, 1),
+        board(GROUPS),
+        turns(GROUPS, config.ping_pong),
+        Band(band[0], band[1], band[2], config.has_lo, config.has_hi, config.bottom_right),
+        Scoring(scale, softcap, slopes, sinks, formula, config.has_softcap),
+        Memory(out_desc, out, out_strides, lse, lse_strides, v, v_strides, dim_v),
+        out_tiles,
+        kv_group,
+        config,
+    )
+    schedule = Schedule(counter, cu_seqlens_q, cu_seqlens_k, sizes, config)
+    if GROUPS == 3:
+        gl.warp_specialize(
+            [
+                (load, (call, schedule, q_desc, k_desc, v_desc)),
+                (compute_0, (call,)),
+                (compute_1, (call,)),
+                (compute_2, (call,)),
+            ],
+            [4, 4, 4],
+            [config.registers, config.registers, config.registers],
+        )
+    else:
+        gl.warp_specialize(
+            [(load, (call, schedule, q_desc, k_desc, v_desc)), (compute_0, (call,)), (compute_1, (call,))],
+            [4, 4],
+            [config.registers, config.registers],
+        )

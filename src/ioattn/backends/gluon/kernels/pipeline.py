@@ -1,0 +1,155 @@
+"""Rings of shared-memory buffers between warp roles: who may fill or read a buffer, and when.
+
+A ring has one barrier per buffer for "full" and one for "empty". A role walks a ring with a `Cursor`; the parity that
+the barriers need lives there and nowhere else.
+"""
+
+from ioattn.backends.gluon.kernels.names import aggregate, gl, gluon, load_tile, mbarrier
+
+
+@aggregate
+class Cursor:
+    """A role's place in a ring: which buffer, and whether it has gone round an even or odd number of times."""
+
+    index: gl.tensor
+    parity: gl.tensor
+    size: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, index, parity, size):
+        self.index = index
+        self.parity = parity
+        self.size = gl.constexpr(size)
+
+    @gluon.jit
+    def next(self):
+        """The next buffer."""
+        index = self.index + 1
+        round_trip = index == self.size
+        return Cursor(gl.where(round_trip, 0, index), self.parity ^ round_trip.to(gl.int32), self.size)
+
+    @gluon.jit
+    def again(self):
+        """The same buffer, one round later."""
+        return Cursor(self.index, self.parity ^ 1, self.size)
+
+    @gluon.jit
+    def at(self, index):
+        """Another buffer in the same round."""
+        return Cursor(gl.to_tensor(index), self.parity, self.size)
+
+
+@gluon.jit
+def start(size: gl.constexpr):
+    """The first buffer of a ring of `size`, in the first round."""
+    return Cursor(gl.to_tensor(0), gl.to_tensor(0), size)
+
+
+@aggregate
+class Ring:
+    """Tiles that a loader fills by TMA and `readers` compute groups drain."""
+
+    buffers: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    rows: gl.constexpr
+    dim: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, buffers, full, empty, rows, dim):
+        self.buffers = buffers
+        self.full = full
+        self.empty = empty
+        self.rows = gl.constexpr(rows)
+        self.dim = gl.constexpr(dim)
+
+    @gluon.jit
+    def acquire(self, cursor):
+        """Wait until every reader has released the buffer."""
+        mbarrier.wait(self.empty.index(cursor.index), cursor.parity ^ 1)
+
+    @gluon.jit
+    def fill(self, cursor, desc, coord):
+        """Once the buffer is free, copy a tile into it; `get` returns when the copy has landed."""
+        self.fill_for(cursor, desc, coord, self.full.index(cursor.index))
+
+    @gluon.jit
+    def fill_for(self, cursor, desc, coord, landed):
+        """The same with another barrier than "full", for a loader that works on the tile before it says `mark_full`."""
+        self.acquire(cursor)
+        mbarrier.expect(landed, desc.block_type.nbytes)
+        load_tile(desc, coord, landed, self.buffers.index(cursor.index))
+
+    @gluon.jit
+    def mark_full(self, cursor):
+        """Say that the tile is ready, after `fill_for`."""
+        mbarrier.arrive(self.full.index(cursor.index), count=1)
+
+    @gluon.jit
+    def get(self, cursor):
+        """Wait until the buffer is full; its tile as `[rows, dim]`."""
+        mbarrier.wait(self.full.index(cursor.index), cursor.parity)
+        return self.tile(cursor)
+
+    @gluon.jit
+    def tile(self, cursor):
+        """The buffer as `[rows, dim]`."""
+        return self.buffers.index(cursor.index).reshape([self.rows, self.dim])
+
+    @gluon.jit
+    def release(self, cursor):
+        """Say that this reader is done with the buffer."""
+        mbarrier.arrive(self.empty.index(cursor.index), count=1)
+
+
+@gluon.jit
+def barriers(n: gl.constexpr, count: gl.constexpr):
+    """`n` barriers that complete after `count` arrivals."""
+    bars = gl.allocate_shared_memory(gl.int64, [n, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(n):
+        mbarrier.init(bars.index(i), count=count)
+    return bars
+
+
+@gluon.jit
+def ring(desc, size: gl.constexpr, readers: gl.constexpr):
+    """A ring of `size` buffers for the blocks of `desc`, each drained by `readers` groups."""
+    shape: gl.constexpr = desc.block_type.shape
+    buffers = gl.allocate_shared_memory(desc.dtype, [size, shape[0], shape[1], shape[2], shape[3]], desc.layout)
+    return Ring(buffers, barriers(size, 1), barriers(size, readers), shape[2], shape[3])
+
+
+@aggregate
+class Turns:
+    """Lets compute groups issue their matrix products in turn, so that one group's softmax hides another's."""
+
+    bars: gl.shared_memory_descriptor
+    groups: gl.constexpr
+    used: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, bars, groups, used):
+        self.bars = bars
+        self.groups = gl.constexpr(groups)
+        self.used = gl.constexpr(used)
+
+    @gluon.jit
+    def wait(self, group: gl.constexpr, cursor):
+        """Wait for the turn of `group`."""
+        if self.used:
+            mbarrier.wait(self.bars.index(group), cursor.parity)
+
+    @gluon.jit
+    def pass_on(self, group: gl.constexpr):
+        """Give the turn to the group after `group`."""
+        if self.used:
+            mbarrier.arrive(self.bars.index((group + 1) % self.groups), count=1)
+
+
+@gluon.jit
+def turns(groups: gl.constexpr, used: gl.constexpr):
+    """Turns of `groups` groups, the first one first; none are taken unless `used`."""
+    bars = barriers(groups, 1)
+    if used:
+        mbarrier.arrive(bars.index(0), count=1)
+    return Turns(bars, groups, used)

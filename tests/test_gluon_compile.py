@@ -1,0 +1,142 @@
+"""The Hopper kernels compile without a GPU, and the machine code is what the configurations ask for."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ioattn.backends.gluon import config as table
+from ioattn.masks import Band
+from ioattn.problem import Problem
+
+triton = pytest.importorskip("triton", minversion="3.6", reason="Triton is not installed")
+
+from ioattn.backends.gluon import launch  # noqa: E402
+
+CAUSAL, WINDOW = Band(hi=0), Band(lo=-1024, hi=0)
+FEATURES = {
+    "full": {},
+    "full-odd": {"len_k": 1000},
+    "causal": {"band": CAUSAL},
+    "top-left": {"band": CAUSAL, "align": "top-left"},
+    "window": {"band": WINDOW},
+    "left": {"band": Band(lo=-64)},
+    "packed": {"packed": True},
+    "packed-window-alibi-sinks": {"packed": True, "band": WINDOW, "alibi": True, "sinks": True},
+    "softcap-alibi": {"band": CAUSAL, "softcap": 30.0, "alibi": True},
+    "negative-scale": {"scale": -0.1},
+    "short": {"len_q": 256, "len_k": 256, "band": CAUSAL},
+}
+
+
+def problem(dim: int, dim_v: int, dtype: torch.dtype = torch.bfloat16, **features: Any) -> Problem:
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "len_q": 4096, "len_k": 4096, "scale": dim**-0.5} | features
+    return Problem(dim=dim, dim_v=dim_v, dtype=dtype, device=torch.device("cuda", 0), **sizes)
+
+
+def compiled(wanted: Problem) -> tuple[table.Config, Any]:
+    config = table.choose(wanted)
+    per_head = ("fp32" if wanted.alibi else None, "bf16" if wanted.sinks else None)
+    return config, launch.compile_forward(config, wanted.dtype, launch.formula_of(wanted), *per_head)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Disassembly of a kernel, one instruction per line."""
+
+    lines: tuple[str, ...]
+
+    def loops(self) -> list[tuple[str, ...]]:
+        """The bodies of backward branches that hold no other such branch."""
+        address = {int(found[1], 16): at for at, line in enumerate(self.lines) if (found := _ADDRESS.match(line))}
+        spans = []
+        for at, line in enumerate(self.lines):
+            target = re.search(r"\bBRA (0x[0-9a-f]+)", line)
+            if target and address.get(int(target[1], 16), at) < at:
+                spans.append((address[int(target[1], 16)], at))
+        inner = [s for s in spans if not any(s != t and s[0] <= t[0] and t[1] <= s[1] for t in spans)]
+        return [self.lines[first : last + 1] for first, last in inner]
+
+    def pipelines(self) -> list[tuple[str, ...]]:
+        """The loops over keys: they multiply, and they exponentiate."""
+        both = ("HGMMA", "MUFU.EX2")
+        return [body for body in self.loops() if all(any(op in line for line in body) for op in both)]
+
+    def count(self, operation: str) -> int:
+        return sum(operation in line for line in self.lines)
+
+
+_ADDRESS = re.compile(r"\s+/\*([0-9a-f]{4,})\*/")
+
+
+def disassembled(kernel: Any, folder: Path) -> Machine:
+    bundled = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    tool = str(bundled) if bundled.exists() else shutil.which("cuobjdump")
+    if tool is None:
+        pytest.skip("no cuobjdump to disassemble with")
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    text = subprocess.run([tool, "--dump-sass", str(cubin)], check=True, capture_output=True, text=True).stdout
+    return Machine(tuple(line for line in text.splitlines() if _ADDRESS.match(line)))
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_machine_code(dim: int, feature: str, tmp_path: Path) -> None:
+    config, kernel = compiled(problem(dim, dim, **FEATURES[feature]))
+    assert kernel.metadata.shared <= table.SHARED_BYTES
+    assert (
+        len(re.findall(rf"setmaxnreg.inc.sync.aligned.u32\s+{config.registers};", kernel.asm["ptx"])) == config.groups
+    )
+    code = disassembled(kernel, tmp_path)
+    assert code.count("UTMALDG") >= config.groups + 2, "Q, K and V are not all loaded by the copy engine"
+    assert code.count("UTMASTG") == config.groups
+    loops = code.pipelines()
+    assert len(loops) >= config.groups
+    for body in loops:
+        products = config.dim // 16 + config.keys // 16
+        assert sum("HGMMA" in line for line in body) == products
+        assert sum("WARPGROUP.DEPBAR" in line for line in body) == 2, "the products are not asynchronous"
+    assert not any("HMMA." in line.replace("HGMMA", "") for line in code.lines)
+
+
+@pytest.mark.parametrize("feature", ["full", "full-odd", "causal", "window"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_the_loops_over_keys_spill_nothing(dim: int, feature: str, tmp_path: Path) -> None:
+    _, kernel = compiled(problem(dim, dim, **FEATURES[feature]))
+    loops = disassembled(kernel, tmp_path).pipelines()
+    masked = [body for body in loops if sum("FSEL" in line for line in body) > 8]
+    for body in loops:
+        if body not in masked:
+            assert not [line for line in body if re.search(r"\b(LDL|STL)\b", line)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize(("dim", "dim_v"), [(192, 128), (64, 256), (40, 72), (256, 64)])
+def test_other_dimensions_compile(dim: int, dim_v: int, dtype: torch.dtype) -> None:
+    config, kernel = compiled(problem(dim, dim_v, dtype, band=CAUSAL))
+    assert config.dim >= dim
+    assert config.dim_v >= dim_v
+    assert kernel.metadata.shared <= table.SHARED_BYTES
+
+
+def test_formulas_do_not_share_a_kernel() -> None:
+    """Two formulas of the same shape must not meet in the compiler's cache."""
+    kernels = [compiled(problem(64, 64, **f))[1] for f in ({"softcap": 8.0}, {"scale": -1.0})]
+    assert kernels[0].hash != kernels[1].hash
+
+
+@pytest.mark.parametrize("length", [128, 1000, 8192, 131072])
+@pytest.mark.parametrize("heads", [1, 7, 16, 40])
+def test_sections_cover_all_heads_evenly(heads: int, length: int) -> None:
+    wanted = replace(problem(128, 128, band=CAUSAL), batch=1, heads=heads, kv_heads=heads, len_k=length, len_q=length)
+    size = table.section(wanted)
+    assert 1 <= size <= heads
+    assert size == 1 or size * length * 512 <= table.L2_SECTION_BYTES
