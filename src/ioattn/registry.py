@@ -15,6 +15,7 @@ from torch import Tensor
 from ioattn.problem import Gradients, Problem, Tensors
 
 MODULES = {
+    "triton": "ioattn.backends.triton",
     "eager": "ioattn.backends.eager",
 }
 """Backends in order of preference; a module is imported when it is first asked."""

@@ -1,0 +1,243 @@
+"""The backward: delta, then dK and dV by tiles of keys, dQ by tiles of queries, the bias's gradient by its own tiles.
+
+Reads like `eager._backward_sequence`. P is recomputed from the scores and the LSE three times, once per kernel, and in
+return every gradient is summed by the one program that owns it, in one order: no atomics, bitwise the same from run to
+run, no workspace but delta. dK and dV hold scores as [K, Q], so that P^T and dS^T are made where they are used.
+"""
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ioattn.backends.triton.kernels.tiles import (
+    EDGE,
+    EXACT,
+    FULL,
+    LOG2E,
+    clear_slack,
+    distance_at,
+    dot,
+    edge_start,
+    every_tile,
+    is_finite,
+    key_ranges,
+    load_rows,
+    load_tile,
+    operands_at,
+    or_zero,
+    place,
+    query_ranges,
+    row_at,
+    store_tile,
+    task_of,
+    visible_at,
+    weighted_sum,
+    with_head,
+)
+
+
+@triton.jit(do_not_specialize=["numbers"])
+def delta_kernel(out, dout, dlse, delta, numbers, form: tl.constexpr):
+    """delta = rowsum(dO * O) - dLSE for one tile of queries; packed rows are one sequence here."""
+    batch, head, tile = place(numbers, False)
+    start = tile * form.OUT.ROWS
+    out_tile = load_tile(out, row_at(out, batch, head, 0), start, numbers.rows_q, form.OUT, EDGE)
+    dout_tile = load_tile(dout, row_at(dout, batch, head, 0), start, numbers.rows_q, form.OUT, EDGE)
+    total = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
+    row = start + tl.arange(0, form.OUT.ROWS)
+    exists = row < numbers.rows_q
+    row = row.to(tl.int64)
+    if dlse is not None:
+        total -= tl.load(row_at(dlse, batch, head, row), mask=exists, other=0.0)
+    tl.store(row_at(delta, batch, head, row), total, mask=exists)
+
+
+@triton.jit(do_not_specialize=["numbers"])
+def key_value_kernel(inputs, upstream, dk, dv, numbers, form: tl.constexpr, step: tl.constexpr, dstep: tl.constexpr):
+    """Overwrite one tile of `dk` and `dv`: a walk over the queries that see it, of every head that shares it."""
+    batch, kv_head, tile = place(numbers, False)
+    task = task_of(batch, kv_head * form.GROUP, inputs, numbers, form)
+    if inputs.starts_q is not None:
+        if batch == numbers.batch:
+            clear_slack(dk, task.start_k, numbers.rows_k, kv_head, tile, numbers, form.K)
+            clear_slack(dv, task.start_k, numbers.rows_k, kv_head, tile, numbers, form.V)
+            return
+    k_start = tile * form.K.ROWS
+    if k_start >= task.len_k:
+        return
+    k_tile = load_tile(inputs.k, row_at(inputs.k, task.batch, kv_head, task.start_k), k_start, task.len_k, form.K, EDGE)
+    v_tile = load_tile(inputs.v, row_at(inputs.v, task.batch, kv_head, task.start_k), k_start, task.len_k, form.V, EDGE)
+    dk_tile = tl.zeros((form.K.ROWS, form.K.WIDTH), tl.float32)
+    dv_tile = tl.zeros((form.V.ROWS, form.V.WIDTH), tl.float32)
+    ranges = query_ranges(k_start, task, form)
+    for member in range(0, form.GROUP):
+        of_head = with_head(task, kv_head * form.GROUP + member)
+        for q_start in range(ranges.full_start, ranges.full_end, form.Q.ROWS):
+            dk_tile, dv_tile = add_queries(dk_tile, dv_tile, k_tile, v_tile, q_start, k_start, of_head, upstream, form, step, dstep, FULL)  # fmt: skip
+        for edge in range(0, ranges.edges):
+            q_start = edge_start(edge, ranges, form.Q.ROWS)
+            dk_tile, dv_tile = add_queries(dk_tile, dv_tile, k_tile, v_tile, q_start, k_start, of_head, upstream, form, step, dstep, EDGE)  # fmt: skip
+    if form.HIDES:
+        if not (is_finite(dk_tile) & is_finite(dv_tile)):
+            dk_tile = tl.zeros((form.K.ROWS, form.K.WIDTH), tl.float32)
+            dv_tile = tl.zeros((form.V.ROWS, form.V.WIDTH), tl.float32)
+            ranges = every_tile(ranges, form.Q.ROWS)
+            for member in range(0, form.GROUP):
+                of_head = with_head(task, kv_head * form.GROUP + member)
+                for edge in range(0, ranges.edges):
+                    q_start = edge_start(edge, ranges, form.Q.ROWS)
+                    dk_tile, dv_tile = add_queries(dk_tile, dv_tile, k_tile, v_tile, q_start, k_start, of_head, upstream, form, step, dstep, EXACT)  # fmt: skip
+    dk_tile *= numbers.scale
+    store_tile(dk_tile, dk, row_at(dk, task.batch, kv_head, task.start_k), k_start, task.len_k, form.K)
+    store_tile(dv_tile, dv, row_at(dv, task.batch, kv_head, task.start_k), k_start, task.len_k, form.V)
+
+
+@triton.jit
+def add_queries(dk_tile, dv_tile, k_tile, v_tile, q_start, k_start, task, upstream, form: tl.constexpr, step: tl.constexpr, dstep: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
+    """Add what one tile of queries contributes to a tile of dK and dV; scores are [K, Q]."""
+    q = task.inputs.q
+    dout = upstream.dout
+    row = (q_start + tl.arange(0, form.Q.ROWS))[None, :]
+    col = (k_start + tl.arange(0, form.K.ROWS))[:, None]
+    q_tile = load_tile(q, row_at(q, task.batch, task.head, task.start_q), q_start, task.len_q, form.Q, KIND)
+    dout_tile = load_tile(dout, row_at(dout, task.batch, task.head, task.start_q), q_start, task.len_q, form.OUT, KIND)
+    lse = load_rows(upstream.lse, task, q_start, KIND, form.Q.ROWS)
+    delta = load_rows(upstream.delta, task, q_start, KIND, form.Q.ROWS)
+    operands = operands_at(row, col, task)
+    distance = distance_at(row, col, task)
+    raw = dot(k_tile, tl.trans(q_tile), None, form) * task.numbers.scale
+    scores = step(raw, distance, operands)
+    weights = tl.exp2((scores - or_zero(lse)[None, :]) * LOG2E)
+    visible = None
+    if KIND != FULL:
+        # Where a row's lse is NaN, exp has not made the hidden weights zero.
+        visible = visible_at(row, col, task)
+        weights = tl.where(visible, weights, 0.0)
+    dv_tile = weighted_sum(weights, visible, dout_tile, dv_tile, form, KIND, False)
+    dscores = weights * (dot(v_tile, tl.trans(dout_tile), None, form) - delta[None, :])
+    if KIND != FULL:
+        dscores = tl.where(visible, dscores, 0.0)
+    dproduct = dstep(dscores, raw, distance, operands)
+    dk_tile = weighted_sum(dproduct, visible, q_tile, dk_tile, form, KIND, True)
+    return dk_tile, dv_tile
+
+
+@triton.jit(do_not_specialize=["numbers"])
+def query_kernel(inputs, upstream, dq, dbias, numbers, form: tl.constexpr, step: tl.constexpr, dstep: tl.constexpr):
+    """Overwrite one tile of `dq`, and what the walk touches of the gradient of a bias that repeats nothing."""
+    batch, head, tile = place(numbers, True)
+    task = task_of(batch, head, inputs, numbers, form)
+    if inputs.starts_q is not None:
+        if batch == numbers.batch:
+            clear_slack(dq, task.start_q, numbers.rows_q, head, tile, numbers, form.Q)
+            return
+    q_start = tile * form.Q.ROWS
+    if q_start >= task.len_q:
+        return
+    dout = upstream.dout
+    q_tile = load_tile(inputs.q, row_at(inputs.q, task.batch, head, task.start_q), q_start, task.len_q, form.Q, EDGE)
+    dout_tile = load_tile(dout, row_at(dout, task.batch, head, task.start_q), q_start, task.len_q, form.OUT, EDGE)
+    lse = or_zero(load_rows(upstream.lse, task, q_start, EDGE, form.Q.ROWS))
+    delta = load_rows(upstream.delta, task, q_start, EDGE, form.Q.ROWS)
+    dq_tile = tl.zeros((form.Q.ROWS, form.Q.WIDTH), tl.float32)
+    ranges = key_ranges(q_start, task, form)
+    for k_start in range(ranges.full_start, ranges.full_end, form.K.ROWS):
+        dq_tile = add_keys(dq_tile, q_tile, dout_tile, lse, delta, q_start, k_start, task, dbias, form, step, dstep, FULL)
+    for edge in range(0, ranges.edges):
+        k_start = edge_start(edge, ranges, form.K.ROWS)
+        dq_tile = add_keys(dq_tile, q_tile, dout_tile, lse, delta, q_start, k_start, task, dbias, form, step, dstep, EDGE)
+    if form.HIDES:
+        if not is_finite(dq_tile):
+            dq_tile = tl.zeros((form.Q.ROWS, form.Q.WIDTH), tl.float32)
+            ranges = every_tile(ranges, form.K.ROWS)
+            for edge in range(0, ranges.edges):
+                k_start = edge_start(edge, ranges, form.K.ROWS)
+                dq_tile = add_keys(dq_tile, q_tile, dout_tile, lse, delta, q_start, k_start, task, None, form, step, dstep, EXACT)  # fmt: skip
+    dq_tile *= numbers.scale
+    store_tile(dq_tile, dq, row_at(dq, task.batch, head, task.start_q), q_start, task.len_q, form.Q)
+
+
+@triton.jit
+def add_keys(dq_tile, q_tile, dout_tile, lse, delta, q_start, k_start, task, dbias, form: tl.constexpr, step: tl.constexpr, dstep: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
+    """Add what one tile of keys contributes to a tile of dQ; scores are [Q, K]."""
+    inputs = task.inputs
+    kv_head = task.head // form.GROUP
+    row = (q_start + tl.arange(0, form.Q.ROWS))[:, None]
+    col = (k_start + tl.arange(0, form.K.ROWS))[None, :]
+    k_tile = load_tile(inputs.k, row_at(inputs.k, task.batch, kv_head, task.start_k), k_start, task.len_k, form.K, KIND)
+    v_tile = load_tile(inputs.v, row_at(inputs.v, task.batch, kv_head, task.start_k), k_start, task.len_k, form.V, KIND)
+    raw, dscores, visible, operands = dscores_of(q_tile, k_tile, v_tile, dout_tile, lse, delta, row, col, task, form, step, KIND)  # fmt: skip
+    if dbias is not None:
+        pointers = row_at(dbias, task.batch, task.head, row.to(tl.int64)) + col.to(tl.int64) * dbias.column
+        tl.store(pointers, dscores.to(dbias.ptr.dtype.element_ty), mask=(row < task.len_q) & (col < task.len_k))
+    dproduct = dstep(dscores, raw, distance_at(row, col, task), operands)
+    return weighted_sum(dproduct, visible, k_tile, dq_tile, form, KIND, True)
+
+
+@triton.jit
+def dscores_of(q_tile, k_tile, v_tile, dout_tile, lse, delta, row, col, task, form: tl.constexpr, step: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
+    """scale * Q K^T, the gradient of the finished scores, what is visible, and the operands of the score terms."""
+    operands = operands_at(row, col, task)
+    raw = dot(q_tile, tl.trans(k_tile), None, form) * task.numbers.scale
+    scores = step(raw, distance_at(row, col, task), operands)
+    weights = tl.exp2((scores - lse[:, None]) * LOG2E)
+    dscores = weights * (dot(dout_tile, tl.trans(v_tile), None, form) - delta[:, None])
+    visible = None
+    if KIND != FULL:
+        visible = visible_at(row, col, task)
+        dscores = tl.where(visible, dscores, 0.0)
+    return raw, dscores, visible, operands
+
+
+@triton.jit(do_not_specialize=["numbers", "repeats"])
+def bias_kernel(inputs, upstream, dbias, repeats, numbers, form: tl.constexpr, step: tl.constexpr, ONE_ROW: tl.constexpr):  # fmt: skip
+    """Overwrite one tile of the gradient of a bias: the sum of dS over the batches, heads and queries it repeats for.
+
+    `repeats` counts them, in tiles of queries where the bias is ONE_ROW for all. One program sums them, in one order.
+    """
+    key_tiles = (numbers.len_k + form.K.ROWS - 1) // form.K.ROWS
+    program = tl.program_id(0)
+    k_start = program % key_tiles * form.K.ROWS
+    own_tile = program // key_tiles % numbers.tiles
+    own = program // key_tiles // numbers.tiles
+    own_head = own % (numbers.heads // repeats.heads)
+    own_batch = own // (numbers.heads // repeats.heads)
+    total = tl.zeros((form.Q.ROWS, form.K.ROWS), tl.float32)
+    for at in range(0, repeats.batches * repeats.heads * repeats.tiles):
+        head = own_head + at // repeats.tiles % repeats.heads
+        batch = own_batch + at // repeats.tiles // repeats.heads
+        task = task_of(batch.to(tl.int64), head.to(tl.int64), inputs, numbers, form)
+        q_start = (own_tile + at % repeats.tiles) * form.Q.ROWS
+        ranges = every_tile(key_ranges(q_start, task, form), form.K.ROWS)
+        if (k_start >= ranges.start) & (k_start < ranges.start + ranges.edges * form.K.ROWS):
+            total += dscores_at(q_start, k_start, task, upstream, form, step)
+    column = k_start + tl.arange(0, form.K.ROWS)
+    pointers = row_at(dbias, own_batch.to(tl.int64), own_head.to(tl.int64), 0) + column.to(tl.int64) * dbias.column
+    exists = column < numbers.len_k
+    if ONE_ROW:
+        tl.store(pointers, tl.sum(total, 0).to(dbias.ptr.dtype.element_ty), mask=exists)
+    else:
+        row = own_tile * form.Q.ROWS + tl.arange(0, form.Q.ROWS)
+        pointers = pointers[None, :] + row.to(tl.int64)[:, None] * dbias.row
+        exists = exists[None, :] & (row < numbers.len_q)[:, None]
+        tl.store(pointers, total.to(dbias.ptr.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def dscores_at(q_start, k_start, task, upstream, form: tl.constexpr, step: tl.constexpr):
+    """The gradient of the finished scores of one tile, [Q, K]."""
+    inputs = task.inputs
+    dout = upstream.dout
+    kv_head = task.head // form.GROUP
+    row = (q_start + tl.arange(0, form.Q.ROWS))[:, None]
+    col = (k_start + tl.arange(0, form.K.ROWS))[None, :]
+    q_tile = load_tile(inputs.q, row_at(inputs.q, task.batch, task.head, 0), q_start, task.len_q, form.Q, EDGE)
+    k_tile = load_tile(inputs.k, row_at(inputs.k, task.batch, kv_head, 0), k_start, task.len_k, form.K, EDGE)
+    v_tile = load_tile(inputs.v, row_at(inputs.v, task.batch, kv_head, 0), k_start, task.len_k, form.V, EDGE)
+    dout_tile = load_tile(dout, row_at(dout, task.batch, task.head, 0), q_start, task.len_q, form.OUT, EDGE)
+    lse = or_zero(load_rows(upstream.lse, task, q_start, EDGE, form.Q.ROWS))
+    delta = load_rows(upstream.delta, task, q_start, EDGE, form.Q.ROWS)
+    _, dscores, _, _ = dscores_of(q_tile, k_tile, v_tile, dout_tile, lse, delta, row, col, task, form, step, EDGE)
+    return dscores

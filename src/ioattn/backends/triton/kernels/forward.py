@@ -1,0 +1,123 @@
+"""The forward: one program walks over the keys that its tile of queries sees.
+
+Reads like `eager.forward`. Tiles that the band keeps whole run a loop without a test; the tiles at its edges run a
+second loop that masks by select. Where the band or a mask may hide something and the sum turns out not to be finite,
+the tile of queries is computed again, with care for values that are hidden: a test once, not once per tile.
+"""
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ioattn.backends.triton.kernels.tiles import (
+    EDGE,
+    EXACT,
+    FULL,
+    INF,
+    LOG2E,
+    clear_slack,
+    distance_at,
+    dot,
+    edge_start,
+    every_tile,
+    is_finite,
+    key_ranges,
+    load_tile,
+    operands_at,
+    or_zero,
+    place,
+    row_at,
+    store_tile,
+    task_of,
+    visible_at,
+    weighted_sum,
+)
+
+
+@triton.jit(do_not_specialize=["numbers"])
+def forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.constexpr):
+    """Overwrite one tile of `out` and `lse`."""
+    batch, head, tile = place(numbers, True)
+    task = task_of(batch, head, inputs, numbers, form)
+    if inputs.starts_q is not None:
+        if batch == numbers.batch:
+            clear_slack(out, task.start_q, numbers.rows_q, head, tile, numbers, form.OUT)
+            clear_lse(lse, task, tile, form.Q.ROWS)
+            return
+    q_start = tile * form.Q.ROWS
+    if q_start >= task.len_q:
+        return
+    q_tile = load_tile(inputs.q, row_at(inputs.q, task.batch, head, task.start_q), q_start, task.len_q, form.Q, EDGE)
+    ranges = key_ranges(q_start, task, form)
+    row_max, row_sum = sink_or_nothing(task, form)
+    acc = tl.zeros((form.OUT.ROWS, form.OUT.WIDTH), tl.float32)
+    for k_start in range(ranges.full_start, ranges.full_end, form.K.ROWS):
+        row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, q_start, k_start, task, form, step, FULL)
+    for edge in range(0, ranges.edges):
+        k_start = edge_start(edge, ranges, form.K.ROWS)
+        row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, q_start, k_start, task, form, step, EDGE)
+    if form.HIDES:
+        if not is_finite(acc):
+            ranges = every_tile(ranges, form.K.ROWS)
+            row_max, row_sum = sink_or_nothing(task, form)
+            acc = tl.zeros((form.OUT.ROWS, form.OUT.WIDTH), tl.float32)
+            for edge in range(0, ranges.edges):
+                k_start = edge_start(edge, ranges, form.K.ROWS)
+                row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, q_start, k_start, task, form, step, EXACT)
+    # A row that saw no key has row_sum 0 (or only its sink's 1) and acc 0: out 0.
+    acc = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
+    store_tile(acc, out, row_at(out, task.batch, head, task.start_q), q_start, task.len_q, form.OUT)
+    if form.LATE:
+        row_max *= numbers.scale
+    row = q_start + tl.arange(0, form.Q.ROWS)
+    pointers = row_at(lse, task.batch, head, task.start_q) + row.to(tl.int64) * lse.row
+    tl.store(pointers, row_max + tl.log(row_sum), mask=row < task.len_q)
+
+
+@triton.jit
+def attend(row_max, row_sum, acc, q_tile, q_start, k_start, task, form: tl.constexpr, step: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
+    """The online softmax over one tile of keys."""
+    inputs = task.inputs
+    numbers = task.numbers
+    kv_head = task.head // form.GROUP
+    k_tile = load_tile(inputs.k, row_at(inputs.k, task.batch, kv_head, task.start_k), k_start, task.len_k, form.K, KIND)
+    row = (q_start + tl.arange(0, form.Q.ROWS))[:, None]
+    col = (k_start + tl.arange(0, form.K.ROWS))[None, :]
+    scores = dot(q_tile, tl.trans(k_tile), None, form)
+    factor = LOG2E
+    if form.LATE:
+        factor = numbers.scale * LOG2E
+    else:
+        scores = step(scores * numbers.scale, distance_at(row, col, task), operands_at(row, col, task))
+    visible = None
+    if KIND != FULL:
+        visible = visible_at(row, col, task)
+        scores = tl.where(visible, scores, -INF)
+    v_tile = load_tile(inputs.v, row_at(inputs.v, task.batch, kv_head, task.start_k), k_start, task.len_k, form.V, KIND)
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    shift = or_zero(new_max)
+    weights = tl.exp2((scores - shift[:, None]) * factor)
+    rescale = tl.exp2((row_max - shift) * factor)
+    row_sum = rescale * row_sum + tl.sum(weights, 1)
+    acc = weighted_sum(weights, visible, v_tile, rescale[:, None] * acc, form, KIND, False)
+    return new_max, row_sum, acc
+
+
+@triton.jit
+def sink_or_nothing(task, form: tl.constexpr):
+    """`row_max` and `row_sum` before the first key: a sink counts as one key whose value is zero."""
+    row_max = tl.full((form.Q.ROWS,), -INF, tl.float32)
+    if task.inputs.sinks is not None:
+        row_max = tl.zeros_like(row_max) + tl.load(task.inputs.sinks + task.head).to(tl.float32)
+    return row_max, (row_max != -INF).to(tl.float32)
+
+
+@triton.jit
+def clear_lse(lse, task, tile, TILE: tl.constexpr):
+    """-inf for the rows behind the last packed sequence."""
+    pointers = row_at(lse, 0, task.head, task.start_q)
+    for at in range(tile * TILE, task.len_q, task.numbers.tiles * TILE):
+        row = at + tl.arange(0, TILE)
+        tl.store(pointers + row.to(tl.int64) * lse.row, tl.full((TILE,), -INF, tl.float32), mask=row < task.len_q)

@@ -1,0 +1,316 @@
+"""What the kernels share on the device: places, ranges of tiles, loads, scores, visibility, products.
+
+The counterpart of `_Scores` in `backends/eager.py`. `row` and `col` are the numbers of queries and keys, of any two
+shapes that broadcast to a tile: the forward and dQ hold scores as `[Q, K]`, dK and dV as `[K, Q]`.
+"""
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ioattn.backends.triton.arguments import Limits
+
+LOG2E = tl.constexpr(1.4426950408889634)
+INF = tl.constexpr(float("inf"))
+NAN = tl.constexpr(float("nan"))
+
+FULL = tl.constexpr("full")
+"""A tile whose every score is visible: no test."""
+EDGE = tl.constexpr("edge")
+"""A tile with hidden scores, which are masked by select."""
+EXACT = tl.constexpr("exact")
+"""An edge where a hidden weight must contribute nothing even to values that are inf or NaN."""
+
+
+class Task(NamedTuple):
+    """One head of one sequence: where its rows start, how many it has, its band, and the tensors it is a part of."""
+
+    inputs: Any
+    numbers: Any
+    batch: Any
+    head: Any
+    start_q: Any
+    start_k: Any
+    len_q: Any
+    len_k: Any
+    band: Any
+
+
+class Ranges(NamedTuple):
+    """Tiles that a loop visits: `[full_start, full_end)` without a test, and `edges` tiles around them."""
+
+    start: Any
+    full_start: Any
+    full_end: Any
+    edges: Any
+
+
+@triton.jit
+def place(numbers, LATE_ROWS_ARE_LONG: tl.constexpr):
+    """(batch, head, tile) of this program: the tiles of one head are neighbours and find its data in the L2 cache."""
+    program = tl.program_id(0)
+    tile = program % numbers.tiles
+    if LATE_ROWS_ARE_LONG and numbers.band.hi is not None:
+        # Late queries of a causal band see the most keys: the longest tiles go first.
+        tile = numbers.tiles - 1 - tile
+    at = program // numbers.tiles
+    return (at // numbers.heads).to(tl.int64), (at % numbers.heads).to(tl.int64), tile
+
+
+@triton.jit
+def task_of(batch, head, inputs, numbers, form: tl.constexpr):
+    """The task of a head of sequence `batch`; number `numbers.batch` of a packed call is the slack after the last."""
+    start_q = batch * 0
+    start_k = batch * 0
+    len_q = numbers.len_q
+    len_k = numbers.len_k
+    if inputs.starts_q is not None:
+        slack = batch == numbers.batch
+        start_q = tl.load(inputs.starts_q + batch).to(tl.int64)
+        start_k = tl.load(inputs.starts_k + batch).to(tl.int64)
+        len_q = tl.load(inputs.starts_q + batch + 1, mask=batch < numbers.batch, other=0)
+        len_k = tl.load(inputs.starts_k + batch + 1, mask=batch < numbers.batch, other=0)
+        len_q = tl.where(slack, numbers.rows_q, len_q) - start_q.to(tl.int32)
+        len_k = tl.where(slack, numbers.rows_k, len_k) - start_k.to(tl.int32)
+        batch = batch * 0
+    shift = numbers.band.shift
+    if form.BOTTOM_RIGHT:
+        shift += len_k - len_q
+    band = Limits(numbers.band.lo, numbers.band.hi, shift)
+    return Task(inputs, numbers, batch, head, start_q, start_k, len_q, len_k, band)
+
+
+@triton.jit
+def with_head(task, head):
+    """The same task for another head of the same sequence."""
+    return Task(
+        task.inputs,
+        task.numbers,
+        task.batch,
+        head,
+        task.start_q,
+        task.start_k,
+        task.len_q,
+        task.len_k,
+        task.band,
+    )
+
+
+@triton.jit
+def key_ranges(q_start, task, form: tl.constexpr):
+    """The key tiles that the queries of the tile at `q_start` see."""
+    band = task.band
+    last = tl.minimum(q_start + form.Q.ROWS, task.len_q) - 1
+    return ranges_of(band.lo, band.hi, band.shift, q_start, last, task.len_k, task.inputs.mask, form.K.ROWS)
+
+
+@triton.jit
+def query_ranges(k_start, task, form: tl.constexpr):
+    """The query tiles that see the keys of the tile at `k_start`: the same closed forms, the band mirrored."""
+    lo = None
+    hi = None
+    if task.band.hi is not None:
+        lo = -task.band.hi
+    if task.band.lo is not None:
+        hi = -task.band.lo
+    last = tl.minimum(k_start + form.K.ROWS, task.len_k) - 1
+    return ranges_of(lo, hi, -task.band.shift, k_start, last, task.len_q, task.inputs.mask, form.Q.ROWS)
+
+
+@triton.jit
+def ranges_of(lo, hi, shift, first, last, n, mask, TILE: tl.constexpr):
+    """`Band.key_range` and `Band.full_key_range` of rows `first` to `last`, in whole tiles of TILE of the n columns."""
+    start = first * 0
+    full_start = first * 0
+    end = n
+    full_end = n
+    if lo is not None:
+        start = tl.minimum(tl.maximum(first + shift + lo, 0), n)
+        full_start = tl.minimum(tl.maximum(last + shift + lo, 0), n)
+    if hi is not None:
+        end = tl.minimum(tl.maximum(last + shift + hi + 1, 0), n)
+        full_end = tl.minimum(tl.maximum(first + shift + hi + 1, 0), n)
+    start = start // TILE * TILE
+    end = tl.maximum(start, end)
+    full_start = (full_start + TILE - 1) // TILE * TILE
+    full_end = full_end // TILE * TILE
+    if mask is not None:
+        full_end = full_start
+    none_full = full_end <= full_start
+    full_start = tl.where(none_full, start, full_start)
+    full_end = tl.where(none_full, start, full_end)
+    edges = (full_start - start) // TILE + (end - full_end + TILE - 1) // TILE
+    return Ranges(start, full_start, full_end, edges)
+
+
+@triton.jit
+def edge_start(index, ranges, TILE: tl.constexpr):
+    """Where edge number `index` starts: first those before the full tiles, then those behind them."""
+    at = ranges.start + index * TILE
+    return at + tl.where(at >= ranges.full_start, ranges.full_end - ranges.full_start, 0)
+
+
+@triton.jit
+def every_tile(ranges, TILE: tl.constexpr):
+    """The same tiles, all of them edges."""
+    edges = ranges.edges + (ranges.full_end - ranges.full_start) // TILE
+    return Ranges(ranges.start, ranges.start, ranges.start, edges)
+
+
+@triton.jit
+def row_at(matrix, batch, head, row):
+    """The address of a row."""
+    return matrix.ptr + batch * matrix.batch + head * matrix.head + row * matrix.row
+
+
+@triton.jit
+def pointers_at(matrix, first, start, box: tl.constexpr):
+    """The addresses of the tile that starts at row `start` behind row `first`."""
+    row = tl.arange(0, box.ROWS)[:, None]
+    column = tl.arange(0, box.WIDTH)[None, :]
+    if box.WIDE:
+        row = row.to(tl.int64)
+        column = column.to(tl.int64)
+    return first + tl.cast(start, tl.int64) * matrix.row + (row * matrix.row + column * matrix.column)
+
+
+@triton.jit
+def exists_at(start, n, box: tl.constexpr):
+    """Which elements of the tile exist in a matrix of n rows."""
+    exists = (start + tl.arange(0, box.ROWS) < n)[:, None]
+    if box.COLUMNS != box.WIDTH:
+        exists = exists & (tl.arange(0, box.WIDTH) < box.COLUMNS)[None, :]
+    return exists
+
+
+@triton.jit
+def load_tile(matrix, first, start, n, box: tl.constexpr, KIND: tl.constexpr):
+    """The tile that starts at row `start` behind row `first`; what does not exist is 0."""
+    pointers = pointers_at(matrix, first, start, box)
+    if KIND != FULL:
+        return tl.load(pointers, mask=exists_at(start, n, box), other=0.0)
+    if box.COLUMNS != box.WIDTH:
+        return tl.load(pointers, mask=(tl.arange(0, box.WIDTH) < box.COLUMNS)[None, :], other=0.0)
+    return tl.load(pointers)  # [ROWS, WIDTH]
+
+
+@triton.jit
+def store_tile(value, matrix, first, start, n, box: tl.constexpr):
+    """Overwrite what exists of a tile, in the matrix's type."""
+    pointers = pointers_at(matrix, first, start, box)
+    tl.store(pointers, value.to(matrix.ptr.dtype.element_ty), mask=exists_at(start, n, box))
+
+
+@triton.jit
+def clear_slack(matrix, start, end, head, tile, numbers, box: tl.constexpr):
+    """Zero the rows `[start, end)` behind the last packed sequence; the launch's tiles share them."""
+    first = row_at(matrix, 0, head, 0)
+    for at in range(start + tile * box.ROWS, end, numbers.tiles * box.ROWS):
+        store_tile(tl.zeros((box.ROWS, box.WIDTH), tl.float32), matrix, first, at, end, box)
+
+
+@triton.jit
+def load_rows(rows, task, start, KIND: tl.constexpr, TILE: tl.constexpr):
+    """One number per query of a tile; 0 where there is no query."""
+    row = start + tl.arange(0, TILE)
+    pointers = row_at(rows, task.batch, task.head, task.start_q) + row.to(tl.int64) * rows.row
+    if KIND == FULL:
+        return tl.load(pointers).to(tl.float32)
+    return tl.load(pointers, mask=row < task.len_q, other=0.0).to(tl.float32)  # [TILE]
+
+
+@triton.jit
+def visible_at(row, col, task):
+    """Which scores count."""
+    visible = (row < task.len_q) & (col < task.len_k)
+    offset = col - row - task.band.shift
+    if task.band.lo is not None:
+        visible = visible & (offset >= task.band.lo)
+    if task.band.hi is not None:
+        visible = visible & (offset <= task.band.hi)
+    mask = task.inputs.mask
+    if mask is not None:
+        pointers = row_at(mask, task.batch, task.head, row.to(tl.int64)) + col.to(tl.int64) * mask.column
+        visible = visible & (tl.load(pointers, mask=visible, other=0) != 0)
+    return visible
+
+
+@triton.jit
+def distance_at(row, col, task):
+    """abs(i + Nk - Nq - j) where a term asks for it."""
+    if task.inputs.slopes is None:
+        return 0.0
+    return tl.abs(row + (task.len_k - task.len_q) - col).to(tl.float32)
+
+
+@triton.jit
+def operands_at(row, col, task):
+    """The operands of the score terms, in the terms' order."""
+    operands = ()
+    if task.numbers.softcap is not None:
+        operands += (task.numbers.softcap,)
+    if task.inputs.slopes is not None:
+        operands += (tl.load(task.inputs.slopes + task.head).to(tl.float32),)
+    bias = task.inputs.bias
+    if bias is not None:
+        pointers = row_at(bias, task.batch, task.head, row.to(tl.int64)) + col.to(tl.int64) * bias.column
+        exists = (row < task.len_q) & (col < task.len_k)
+        operands += (tl.load(pointers, mask=exists, other=0.0).to(tl.float32),)
+    return operands
+
+
+@triton.jit
+def dot(a, b, acc, form: tl.constexpr):
+    """a @ b, added to acc where there is one, in float32."""
+    if form.UPCAST:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=form.PRECISION)
+
+
+@triton.jit
+def weighted_sum(weights, visible, values, acc, form: tl.constexpr, KIND: tl.constexpr, SIGNED: tl.constexpr):
+    """acc + weights @ values; in an exact tile a hidden weight contributes nothing, even to values that are inf or NaN.
+
+    Such a weight is 0 already, but 0 * NaN is NaN. So values that are not finite are left out of the product, and where
+    one of them is visible the result is what IEEE gives: for weights > 0 an infinity of the value's sign, or NaN; for
+    SIGNED weights, which are 0 or NaN wherever Q or K is infinite, NaN.
+    """
+    if KIND != EXACT:
+        return dot(weights.to(values.dtype), values, acc, form)
+    finite = tl.abs(values) < INF
+    acc = dot(weights.to(values.dtype), tl.where(finite, values, 0.0).to(values.dtype), acc, form)
+    seen = visible.to(values.dtype)
+    if SIGNED:
+        acc = tl.where(dot(seen, tl.where(finite, 0.0, 1.0).to(values.dtype), None, form) > 0, NAN, acc)
+    else:
+        acc += tl.where(dot(seen, (values == INF).to(values.dtype), None, form) > 0, INF, 0.0)
+        acc -= tl.where(dot(seen, (values == -INF).to(values.dtype), None, form) > 0, INF, 0.0)
+        acc = tl.where(dot(seen, (values != values).to(values.dtype), None, form) > 0, NAN, acc)
+    return acc
+
+
+@triton.jit
+def is_finite(x):
+    """Whether every element of a tile is a finite number."""
+    return tl.max(tl.max((tl.abs(x) < INF).to(tl.int32) ^ 1, 1), 0) == 0
+
+
+@triton.jit
+def or_zero(x):
+    """-inf becomes 0, so that exp(-inf - max) of a row that has seen nothing is 0 and not exp(-inf + inf)."""
+    return tl.where(x == -INF, 0.0, x)
+
+
+@triton.jit
+def tanh(x):
+    """The hyperbolic tangent; near 0, where 1 - exp(-2 |x|) cancels, its series up to x^7."""
+    square = x * x
+    near = x * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0 - square * (17.0 / 315.0))))
+    power = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
+    far = (1.0 - power) / (1.0 + power)
+    return tl.where(square < 0.01, near, tl.where(x < 0, -far, far))
