@@ -184,10 +184,10 @@ def _numbers(problem: Problem, tensors: Tensors, heads: int, tiles: int) -> Numb
 def _form(problem: Problem, tiles: Tiles, wide: bool) -> Form:
     d, dv = (problem.dim, padded(problem.dim), wide), (problem.dim_v, padded(problem.dim_v), wide)
     return Form(
-        Q=Box(tiles.q_tile, *d),
-        K=Box(tiles.k_tile, *d),
-        V=Box(tiles.k_tile, *dv),
-        OUT=Box(tiles.q_tile, *dv),
+        Q=_constant(Box(tiles.q_tile, *d)),
+        K=_constant(Box(tiles.k_tile, *d)),
+        V=_constant(Box(tiles.k_tile, *dv)),
+        OUT=_constant(Box(tiles.q_tile, *dv)),
         GROUP=problem.group,
         HIDES=problem.band.bounded or problem.mask is not None,
         BOTTOM_RIGHT=problem.align == "bottom-right",
@@ -195,6 +195,11 @@ def _form(problem: Problem, tiles: Tiles, wide: bool) -> Form:
         PRECISION=tiles.precision,
         UPCAST=INTERPRETED and problem.dtype == torch.bfloat16,
     )
+
+
+def _constant(box: Box) -> Any:
+    """A part of a constant is a constant of its own to Triton's compiler; its interpreter knows no constants."""
+    return box if INTERPRETED else tl.constexpr(Box(*map(tl.constexpr, box)))
 
 
 def _tiles(rows: int, tile: int) -> int:

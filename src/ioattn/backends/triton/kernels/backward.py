@@ -16,6 +16,7 @@ from ioattn.backends.triton.kernels.tiles import (
     EXACT,
     FULL,
     LOG2E,
+    Task,
     clear_slack,
     distance_at,
     dot,
@@ -30,11 +31,10 @@ from ioattn.backends.triton.kernels.tiles import (
     place,
     query_ranges,
     row_at,
+    sequence_of,
     store_tile,
-    task_of,
     visible_at,
     weighted_sum,
-    with_head,
 )
 
 
@@ -58,51 +58,52 @@ def delta_kernel(out, dout, dlse, delta, numbers, form: tl.constexpr):
 def key_value_kernel(inputs, upstream, dk, dv, numbers, form: tl.constexpr, step: tl.constexpr, dstep: tl.constexpr):
     """Overwrite one tile of `dk` and `dv`: a walk over the queries that see it, of every head that shares it."""
     batch, kv_head, tile = place(numbers, False)
-    task = task_of(batch, kv_head * form.GROUP, inputs, numbers, form)
+    seq = sequence_of(batch, inputs, numbers, form)
     if inputs.starts_q is not None:
         if batch == numbers.batch:
-            clear_slack(dk, task.start_k, numbers.rows_k, kv_head, tile, numbers, form.K)
-            clear_slack(dv, task.start_k, numbers.rows_k, kv_head, tile, numbers, form.V)
+            clear_slack(dk, seq.start_k, numbers.rows_k, kv_head, tile, numbers, form.K)
+            clear_slack(dv, seq.start_k, numbers.rows_k, kv_head, tile, numbers, form.V)
             return
     k_start = tile * form.K.ROWS
-    if k_start >= task.len_k:
+    if k_start >= seq.len_k:
         return
-    k_tile = load_tile(inputs.k, row_at(inputs.k, task.batch, kv_head, task.start_k), k_start, task.len_k, form.K, EDGE)
-    v_tile = load_tile(inputs.v, row_at(inputs.v, task.batch, kv_head, task.start_k), k_start, task.len_k, form.V, EDGE)
+    k_tile = load_tile(inputs.k, row_at(inputs.k, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.K, EDGE)
+    v_tile = load_tile(inputs.v, row_at(inputs.v, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.V, EDGE)
     dk_tile = tl.zeros((form.K.ROWS, form.K.WIDTH), tl.float32)
     dv_tile = tl.zeros((form.V.ROWS, form.V.WIDTH), tl.float32)
-    ranges = query_ranges(k_start, task, form)
+    ranges = query_ranges(k_start, Task(inputs, numbers, kv_head, seq), form)
     for member in range(0, form.GROUP):
-        of_head = with_head(task, kv_head * form.GROUP + member)
+        task = Task(inputs, numbers, kv_head * form.GROUP + member, seq)
         for q_start in range(ranges.full_start, ranges.full_end, form.Q.ROWS):
-            dk_tile, dv_tile = add_queries(dk_tile, dv_tile, k_tile, v_tile, q_start, k_start, of_head, upstream, form, step, dstep, FULL)  # fmt: skip
+            dk_tile, dv_tile = add_queries(dk_tile, dv_tile, k_tile, v_tile, q_start, k_start, task, upstream, form, step, dstep, FULL)  # fmt: skip
         for edge in range(0, ranges.edges):
             q_start = edge_start(edge, ranges, form.Q.ROWS)
-            dk_tile, dv_tile = add_queries(dk_tile, dv_tile, k_tile, v_tile, q_start, k_start, of_head, upstream, form, step, dstep, EDGE)  # fmt: skip
+            dk_tile, dv_tile = add_queries(dk_tile, dv_tile, k_tile, v_tile, q_start, k_start, task, upstream, form, step, dstep, EDGE)  # fmt: skip
     if form.HIDES:
         if not (is_finite(dk_tile) & is_finite(dv_tile)):
             dk_tile = tl.zeros((form.K.ROWS, form.K.WIDTH), tl.float32)
             dv_tile = tl.zeros((form.V.ROWS, form.V.WIDTH), tl.float32)
             ranges = every_tile(ranges, form.Q.ROWS)
             for member in range(0, form.GROUP):
-                of_head = with_head(task, kv_head * form.GROUP + member)
+                task = Task(inputs, numbers, kv_head * form.GROUP + member, seq)
                 for edge in range(0, ranges.edges):
                     q_start = edge_start(edge, ranges, form.Q.ROWS)
-                    dk_tile, dv_tile = add_queries(dk_tile, dv_tile, k_tile, v_tile, q_start, k_start, of_head, upstream, form, step, dstep, EXACT)  # fmt: skip
+                    dk_tile, dv_tile = add_queries(dk_tile, dv_tile, k_tile, v_tile, q_start, k_start, task, upstream, form, step, dstep, EXACT)  # fmt: skip
     dk_tile *= numbers.scale
-    store_tile(dk_tile, dk, row_at(dk, task.batch, kv_head, task.start_k), k_start, task.len_k, form.K)
-    store_tile(dv_tile, dv, row_at(dv, task.batch, kv_head, task.start_k), k_start, task.len_k, form.V)
+    store_tile(dk_tile, dk, row_at(dk, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.K)
+    store_tile(dv_tile, dv, row_at(dv, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.V)
 
 
 @triton.jit
 def add_queries(dk_tile, dv_tile, k_tile, v_tile, q_start, k_start, task, upstream, form: tl.constexpr, step: tl.constexpr, dstep: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
     """Add what one tile of queries contributes to a tile of dK and dV; scores are [K, Q]."""
+    seq = task.seq
     q = task.inputs.q
     dout = upstream.dout
     row = (q_start + tl.arange(0, form.Q.ROWS))[None, :]
     col = (k_start + tl.arange(0, form.K.ROWS))[:, None]
-    q_tile = load_tile(q, row_at(q, task.batch, task.head, task.start_q), q_start, task.len_q, form.Q, KIND)
-    dout_tile = load_tile(dout, row_at(dout, task.batch, task.head, task.start_q), q_start, task.len_q, form.OUT, KIND)
+    q_tile = load_tile(q, row_at(q, seq.batch, task.head, seq.start_q), q_start, seq.len_q, form.Q, KIND)
+    dout_tile = load_tile(dout, row_at(dout, seq.batch, task.head, seq.start_q), q_start, seq.len_q, form.OUT, KIND)
     lse = load_rows(upstream.lse, task, q_start, KIND, form.Q.ROWS)
     delta = load_rows(upstream.delta, task, q_start, KIND, form.Q.ROWS)
     operands = operands_at(row, col, task)
@@ -128,17 +129,18 @@ def add_queries(dk_tile, dv_tile, k_tile, v_tile, q_start, k_start, task, upstre
 def query_kernel(inputs, upstream, dq, dbias, numbers, form: tl.constexpr, step: tl.constexpr, dstep: tl.constexpr):
     """Overwrite one tile of `dq`, and what the walk touches of the gradient of a bias that repeats nothing."""
     batch, head, tile = place(numbers, True)
-    task = task_of(batch, head, inputs, numbers, form)
+    seq = sequence_of(batch, inputs, numbers, form)
+    task = Task(inputs, numbers, head, seq)
     if inputs.starts_q is not None:
         if batch == numbers.batch:
-            clear_slack(dq, task.start_q, numbers.rows_q, head, tile, numbers, form.Q)
+            clear_slack(dq, seq.start_q, numbers.rows_q, head, tile, numbers, form.Q)
             return
     q_start = tile * form.Q.ROWS
-    if q_start >= task.len_q:
+    if q_start >= seq.len_q:
         return
     dout = upstream.dout
-    q_tile = load_tile(inputs.q, row_at(inputs.q, task.batch, head, task.start_q), q_start, task.len_q, form.Q, EDGE)
-    dout_tile = load_tile(dout, row_at(dout, task.batch, head, task.start_q), q_start, task.len_q, form.OUT, EDGE)
+    q_tile = load_tile(inputs.q, row_at(inputs.q, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q, EDGE)
+    dout_tile = load_tile(dout, row_at(dout, seq.batch, head, seq.start_q), q_start, seq.len_q, form.OUT, EDGE)
     lse = or_zero(load_rows(upstream.lse, task, q_start, EDGE, form.Q.ROWS))
     delta = load_rows(upstream.delta, task, q_start, EDGE, form.Q.ROWS)
     dq_tile = tl.zeros((form.Q.ROWS, form.Q.WIDTH), tl.float32)
@@ -156,39 +158,39 @@ def query_kernel(inputs, upstream, dq, dbias, numbers, form: tl.constexpr, step:
                 k_start = edge_start(edge, ranges, form.K.ROWS)
                 dq_tile = add_keys(dq_tile, q_tile, dout_tile, lse, delta, q_start, k_start, task, None, form, step, dstep, EXACT)  # fmt: skip
     dq_tile *= numbers.scale
-    store_tile(dq_tile, dq, row_at(dq, task.batch, head, task.start_q), q_start, task.len_q, form.Q)
+    store_tile(dq_tile, dq, row_at(dq, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q)
 
 
 @triton.jit
 def add_keys(dq_tile, q_tile, dout_tile, lse, delta, q_start, k_start, task, dbias, form: tl.constexpr, step: tl.constexpr, dstep: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
     """Add what one tile of keys contributes to a tile of dQ; scores are [Q, K]."""
+    seq = task.seq
     inputs = task.inputs
     kv_head = task.head // form.GROUP
     row = (q_start + tl.arange(0, form.Q.ROWS))[:, None]
     col = (k_start + tl.arange(0, form.K.ROWS))[None, :]
-    k_tile = load_tile(inputs.k, row_at(inputs.k, task.batch, kv_head, task.start_k), k_start, task.len_k, form.K, KIND)
-    v_tile = load_tile(inputs.v, row_at(inputs.v, task.batch, kv_head, task.start_k), k_start, task.len_k, form.V, KIND)
-    raw, dscores, visible, operands = dscores_of(q_tile, k_tile, v_tile, dout_tile, lse, delta, row, col, task, form, step, KIND)  # fmt: skip
-    if dbias is not None:
-        pointers = row_at(dbias, task.batch, task.head, row.to(tl.int64)) + col.to(tl.int64) * dbias.column
-        tl.store(pointers, dscores.to(dbias.ptr.dtype.element_ty), mask=(row < task.len_q) & (col < task.len_k))
-    dproduct = dstep(dscores, raw, distance_at(row, col, task), operands)
-    return weighted_sum(dproduct, visible, k_tile, dq_tile, form, KIND, True)
-
-
-@triton.jit
-def dscores_of(q_tile, k_tile, v_tile, dout_tile, lse, delta, row, col, task, form: tl.constexpr, step: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
-    """scale * Q K^T, the gradient of the finished scores, what is visible, and the operands of the score terms."""
-    operands = operands_at(row, col, task)
-    raw = dot(q_tile, tl.trans(k_tile), None, form) * task.numbers.scale
-    scores = step(raw, distance_at(row, col, task), operands)
-    weights = tl.exp2((scores - lse[:, None]) * LOG2E)
-    dscores = weights * (dot(dout_tile, tl.trans(v_tile), None, form) - delta[:, None])
+    k_tile = load_tile(inputs.k, row_at(inputs.k, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.K, KIND)
+    v_tile = load_tile(inputs.v, row_at(inputs.v, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.V, KIND)
+    raw, dscores = dscores_of(q_tile, k_tile, v_tile, dout_tile, lse, delta, row, col, task, form, step)
     visible = None
     if KIND != FULL:
         visible = visible_at(row, col, task)
         dscores = tl.where(visible, dscores, 0.0)
-    return raw, dscores, visible, operands
+    if dbias is not None:
+        pointers = row_at(dbias, seq.batch, task.head, row.to(tl.int64)) + col.to(tl.int64) * dbias.column
+        tl.store(pointers, dscores.to(dbias.ptr.dtype.element_ty), mask=(row < seq.len_q) & (col < seq.len_k))
+    dproduct = dstep(dscores, raw, distance_at(row, col, task), operands_at(row, col, task))
+    return weighted_sum(dproduct, visible, k_tile, dq_tile, form, KIND, True)
+
+
+@triton.jit
+def dscores_of(q_tile, k_tile, v_tile, dout_tile, lse, delta, row, col, task, form: tl.constexpr, step: tl.constexpr):
+    """scale * Q K^T of a tile and the gradient of its finished scores, before the mask."""
+    raw = dot(q_tile, tl.trans(k_tile), None, form) * task.numbers.scale
+    scores = step(raw, distance_at(row, col, task), operands_at(row, col, task))
+    weights = tl.exp2((scores - lse[:, None]) * LOG2E)
+    dscores = weights * (dot(dout_tile, tl.trans(v_tile), None, form) - delta[:, None])
+    return raw, dscores
 
 
 @triton.jit(do_not_specialize=["numbers", "repeats"])
@@ -208,7 +210,8 @@ def bias_kernel(inputs, upstream, dbias, repeats, numbers, form: tl.constexpr, s
     for at in range(0, repeats.batches * repeats.heads * repeats.tiles):
         head = own_head + at // repeats.tiles % repeats.heads
         batch = own_batch + at // repeats.tiles // repeats.heads
-        task = task_of(batch.to(tl.int64), head.to(tl.int64), inputs, numbers, form)
+        seq = sequence_of(batch.to(tl.int64), inputs, numbers, form)
+        task = Task(inputs, numbers, head.to(tl.int64), seq)
         q_start = (own_tile + at % repeats.tiles) * form.Q.ROWS
         ranges = every_tile(key_ranges(q_start, task, form), form.K.ROWS)
         if (k_start >= ranges.start) & (k_start < ranges.start + ranges.edges * form.K.ROWS):
@@ -228,16 +231,17 @@ def bias_kernel(inputs, upstream, dbias, repeats, numbers, form: tl.constexpr, s
 @triton.jit
 def dscores_at(q_start, k_start, task, upstream, form: tl.constexpr, step: tl.constexpr):
     """The gradient of the finished scores of one tile, [Q, K]."""
+    seq = task.seq
     inputs = task.inputs
     dout = upstream.dout
     kv_head = task.head // form.GROUP
     row = (q_start + tl.arange(0, form.Q.ROWS))[:, None]
     col = (k_start + tl.arange(0, form.K.ROWS))[None, :]
-    q_tile = load_tile(inputs.q, row_at(inputs.q, task.batch, task.head, 0), q_start, task.len_q, form.Q, EDGE)
-    k_tile = load_tile(inputs.k, row_at(inputs.k, task.batch, kv_head, 0), k_start, task.len_k, form.K, EDGE)
-    v_tile = load_tile(inputs.v, row_at(inputs.v, task.batch, kv_head, 0), k_start, task.len_k, form.V, EDGE)
-    dout_tile = load_tile(dout, row_at(dout, task.batch, task.head, 0), q_start, task.len_q, form.OUT, EDGE)
+    q_tile = load_tile(inputs.q, row_at(inputs.q, seq.batch, task.head, 0), q_start, seq.len_q, form.Q, EDGE)
+    k_tile = load_tile(inputs.k, row_at(inputs.k, seq.batch, kv_head, 0), k_start, seq.len_k, form.K, EDGE)
+    v_tile = load_tile(inputs.v, row_at(inputs.v, seq.batch, kv_head, 0), k_start, seq.len_k, form.V, EDGE)
+    dout_tile = load_tile(dout, row_at(dout, seq.batch, task.head, 0), q_start, seq.len_q, form.OUT, EDGE)
     lse = or_zero(load_rows(upstream.lse, task, q_start, EDGE, form.Q.ROWS))
     delta = load_rows(upstream.delta, task, q_start, EDGE, form.Q.ROWS)
-    _, dscores, _, _ = dscores_of(q_tile, k_tile, v_tile, dout_tile, lse, delta, row, col, task, form, step, EDGE)
-    return dscores
+    _, dscores = dscores_of(q_tile, k_tile, v_tile, dout_tile, lse, delta, row, col, task, form, step)
+    return tl.where(visible_at(row, col, task), dscores, 0.0)

@@ -17,6 +17,7 @@ from ioattn.backends.triton.kernels.tiles import (
     FULL,
     INF,
     LOG2E,
+    Task,
     clear_slack,
     distance_at,
     dot,
@@ -29,8 +30,8 @@ from ioattn.backends.triton.kernels.tiles import (
     or_zero,
     place,
     row_at,
+    sequence_of,
     store_tile,
-    task_of,
     visible_at,
     weighted_sum,
 )
@@ -40,16 +41,17 @@ from ioattn.backends.triton.kernels.tiles import (
 def forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.constexpr):
     """Overwrite one tile of `out` and `lse`."""
     batch, head, tile = place(numbers, True)
-    task = task_of(batch, head, inputs, numbers, form)
+    seq = sequence_of(batch, inputs, numbers, form)
+    task = Task(inputs, numbers, head, seq)
     if inputs.starts_q is not None:
         if batch == numbers.batch:
-            clear_slack(out, task.start_q, numbers.rows_q, head, tile, numbers, form.OUT)
+            clear_slack(out, seq.start_q, numbers.rows_q, head, tile, numbers, form.OUT)
             clear_lse(lse, task, tile, form.Q.ROWS)
             return
     q_start = tile * form.Q.ROWS
-    if q_start >= task.len_q:
+    if q_start >= seq.len_q:
         return
-    q_tile = load_tile(inputs.q, row_at(inputs.q, task.batch, head, task.start_q), q_start, task.len_q, form.Q, EDGE)
+    q_tile = load_tile(inputs.q, row_at(inputs.q, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q, EDGE)
     ranges = key_ranges(q_start, task, form)
     row_max, row_sum = sink_or_nothing(task, form)
     acc = tl.zeros((form.OUT.ROWS, form.OUT.WIDTH), tl.float32)
@@ -68,12 +70,12 @@ def forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.const
                 row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, q_start, k_start, task, form, step, EXACT)
     # A row that saw no key has row_sum 0 (or only its sink's 1) and acc 0: out 0.
     acc = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
-    store_tile(acc, out, row_at(out, task.batch, head, task.start_q), q_start, task.len_q, form.OUT)
+    store_tile(acc, out, row_at(out, seq.batch, head, seq.start_q), q_start, seq.len_q, form.OUT)
     if form.LATE:
         row_max *= numbers.scale
     row = q_start + tl.arange(0, form.Q.ROWS)
-    pointers = row_at(lse, task.batch, head, task.start_q) + row.to(tl.int64) * lse.row
-    tl.store(pointers, row_max + tl.log(row_sum), mask=row < task.len_q)
+    pointers = row_at(lse, seq.batch, head, seq.start_q) + row.to(tl.int64) * lse.row
+    tl.store(pointers, row_max + tl.log(row_sum), mask=row < seq.len_q)
 
 
 @triton.jit
@@ -81,8 +83,9 @@ def attend(row_max, row_sum, acc, q_tile, q_start, k_start, task, form: tl.const
     """The online softmax over one tile of keys."""
     inputs = task.inputs
     numbers = task.numbers
+    seq = task.seq
     kv_head = task.head // form.GROUP
-    k_tile = load_tile(inputs.k, row_at(inputs.k, task.batch, kv_head, task.start_k), k_start, task.len_k, form.K, KIND)
+    k_tile = load_tile(inputs.k, row_at(inputs.k, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.K, KIND)
     row = (q_start + tl.arange(0, form.Q.ROWS))[:, None]
     col = (k_start + tl.arange(0, form.K.ROWS))[None, :]
     scores = dot(q_tile, tl.trans(k_tile), None, form)
@@ -95,7 +98,7 @@ def attend(row_max, row_sum, acc, q_tile, q_start, k_start, task, form: tl.const
     if KIND != FULL:
         visible = visible_at(row, col, task)
         scores = tl.where(visible, scores, -INF)
-    v_tile = load_tile(inputs.v, row_at(inputs.v, task.batch, kv_head, task.start_k), k_start, task.len_k, form.V, KIND)
+    v_tile = load_tile(inputs.v, row_at(inputs.v, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.V, KIND)
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     shift = or_zero(new_max)
     weights = tl.exp2((scores - shift[:, None]) * factor)
@@ -117,7 +120,7 @@ def sink_or_nothing(task, form: tl.constexpr):
 @triton.jit
 def clear_lse(lse, task, tile, TILE: tl.constexpr):
     """-inf for the rows behind the last packed sequence."""
-    pointers = row_at(lse, 0, task.head, task.start_q)
-    for at in range(tile * TILE, task.len_q, task.numbers.tiles * TILE):
+    pointers = row_at(lse, 0, task.head, task.seq.start_q)
+    for at in range(tile * TILE, task.seq.len_q, task.numbers.tiles * TILE):
         row = at + tl.arange(0, TILE)
-        tl.store(pointers + row.to(tl.int64) * lse.row, tl.full((TILE,), -INF, tl.float32), mask=row < task.len_q)
+        tl.store(pointers + row.to(tl.int64) * lse.row, tl.full((TILE,), -INF, tl.float32), mask=row < task.seq.len_q)

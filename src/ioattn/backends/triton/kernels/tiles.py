@@ -12,11 +12,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ioattn.backends.triton.arguments import Limits
-
 LOG2E = tl.constexpr(1.4426950408889634)
 INF = tl.constexpr(float("inf"))
-NAN = tl.constexpr(float("nan"))
 
 FULL = tl.constexpr("full")
 """A tile whose every score is visible: no test."""
@@ -26,18 +23,27 @@ EXACT = tl.constexpr("exact")
 """An edge where a hidden weight must contribute nothing even to values that are inf or NaN."""
 
 
-class Task(NamedTuple):
-    """One head of one sequence: where its rows start, how many it has, its band, and the tensors it is a part of."""
+class Sequence(NamedTuple):
+    """Where the rows of one sequence start, how many it has, and the shift of its band."""
 
-    inputs: Any
-    numbers: Any
     batch: Any
-    head: Any
     start_q: Any
     start_k: Any
     len_q: Any
     len_k: Any
-    band: Any
+    shift: Any
+
+
+class Task(NamedTuple):
+    """One head of one sequence, and the tensors that it is a part of.
+
+    Kernels make it themselves: what a Triton function returns is no longer a constant.
+    """
+
+    inputs: Any
+    numbers: Any
+    head: Any
+    seq: Any
 
 
 class Ranges(NamedTuple):
@@ -62,8 +68,8 @@ def place(numbers, LATE_ROWS_ARE_LONG: tl.constexpr):
 
 
 @triton.jit
-def task_of(batch, head, inputs, numbers, form: tl.constexpr):
-    """The task of a head of sequence `batch`; number `numbers.batch` of a packed call is the slack after the last."""
+def sequence_of(batch, inputs, numbers, form: tl.constexpr):
+    """Sequence number `batch`; number `numbers.batch` of a packed call is the slack behind the last one."""
     start_q = batch * 0
     start_k = batch * 0
     len_q = numbers.len_q
@@ -80,45 +86,31 @@ def task_of(batch, head, inputs, numbers, form: tl.constexpr):
     shift = numbers.band.shift
     if form.BOTTOM_RIGHT:
         shift += len_k - len_q
-    band = Limits(numbers.band.lo, numbers.band.hi, shift)
-    return Task(inputs, numbers, batch, head, start_q, start_k, len_q, len_k, band)
-
-
-@triton.jit
-def with_head(task, head):
-    """The same task for another head of the same sequence."""
-    return Task(
-        task.inputs,
-        task.numbers,
-        task.batch,
-        head,
-        task.start_q,
-        task.start_k,
-        task.len_q,
-        task.len_k,
-        task.band,
-    )
+    return Sequence(batch, start_q, start_k, len_q, len_k, shift)
 
 
 @triton.jit
 def key_ranges(q_start, task, form: tl.constexpr):
     """The key tiles that the queries of the tile at `q_start` see."""
-    band = task.band
-    last = tl.minimum(q_start + form.Q.ROWS, task.len_q) - 1
-    return ranges_of(band.lo, band.hi, band.shift, q_start, last, task.len_k, task.inputs.mask, form.K.ROWS)
+    band = task.numbers.band
+    seq = task.seq
+    last = tl.minimum(q_start + form.Q.ROWS, seq.len_q) - 1
+    return ranges_of(band.lo, band.hi, seq.shift, q_start, last, seq.len_k, task.inputs.mask, form.K.ROWS)
 
 
 @triton.jit
 def query_ranges(k_start, task, form: tl.constexpr):
     """The query tiles that see the keys of the tile at `k_start`: the same closed forms, the band mirrored."""
+    band = task.numbers.band
+    seq = task.seq
     lo = None
     hi = None
-    if task.band.hi is not None:
-        lo = -task.band.hi
-    if task.band.lo is not None:
-        hi = -task.band.lo
-    last = tl.minimum(k_start + form.K.ROWS, task.len_k) - 1
-    return ranges_of(lo, hi, -task.band.shift, k_start, last, task.len_q, task.inputs.mask, form.Q.ROWS)
+    if band.hi is not None:
+        lo = -band.hi
+    if band.lo is not None:
+        hi = -band.lo
+    last = tl.minimum(k_start + form.K.ROWS, seq.len_k) - 1
+    return ranges_of(lo, hi, -seq.shift, k_start, last, seq.len_q, task.inputs.mask, form.Q.ROWS)
 
 
 @triton.jit
@@ -192,10 +184,12 @@ def load_tile(matrix, first, start, n, box: tl.constexpr, KIND: tl.constexpr):
     """The tile that starts at row `start` behind row `first`; what does not exist is 0."""
     pointers = pointers_at(matrix, first, start, box)
     if KIND != FULL:
-        return tl.load(pointers, mask=exists_at(start, n, box), other=0.0)
-    if box.COLUMNS != box.WIDTH:
-        return tl.load(pointers, mask=(tl.arange(0, box.WIDTH) < box.COLUMNS)[None, :], other=0.0)
-    return tl.load(pointers)  # [ROWS, WIDTH]
+        tile = tl.load(pointers, mask=exists_at(start, n, box), other=0.0)
+    elif box.COLUMNS != box.WIDTH:
+        tile = tl.load(pointers, mask=(tl.arange(0, box.WIDTH) < box.COLUMNS)[None, :], other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tile  # [ROWS, WIDTH]
 
 
 @triton.jit
@@ -217,24 +211,27 @@ def clear_slack(matrix, start, end, head, tile, numbers, box: tl.constexpr):
 def load_rows(rows, task, start, KIND: tl.constexpr, TILE: tl.constexpr):
     """One number per query of a tile; 0 where there is no query."""
     row = start + tl.arange(0, TILE)
-    pointers = row_at(rows, task.batch, task.head, task.start_q) + row.to(tl.int64) * rows.row
+    pointers = row_at(rows, task.seq.batch, task.head, task.seq.start_q) + row.to(tl.int64) * rows.row
     if KIND == FULL:
-        return tl.load(pointers).to(tl.float32)
-    return tl.load(pointers, mask=row < task.len_q, other=0.0).to(tl.float32)  # [TILE]
+        numbers = tl.load(pointers)
+    else:
+        numbers = tl.load(pointers, mask=row < task.seq.len_q, other=0.0)
+    return numbers.to(tl.float32)  # [TILE]
 
 
 @triton.jit
 def visible_at(row, col, task):
     """Which scores count."""
-    visible = (row < task.len_q) & (col < task.len_k)
-    offset = col - row - task.band.shift
-    if task.band.lo is not None:
-        visible = visible & (offset >= task.band.lo)
-    if task.band.hi is not None:
-        visible = visible & (offset <= task.band.hi)
+    band = task.numbers.band
     mask = task.inputs.mask
+    visible = (row < task.seq.len_q) & (col < task.seq.len_k)
+    offset = col - row - task.seq.shift
+    if band.lo is not None:
+        visible = visible & (offset >= band.lo)
+    if band.hi is not None:
+        visible = visible & (offset <= band.hi)
     if mask is not None:
-        pointers = row_at(mask, task.batch, task.head, row.to(tl.int64)) + col.to(tl.int64) * mask.column
+        pointers = row_at(mask, task.seq.batch, task.head, row.to(tl.int64)) + col.to(tl.int64) * mask.column
         visible = visible & (tl.load(pointers, mask=visible, other=0) != 0)
     return visible
 
@@ -242,9 +239,10 @@ def visible_at(row, col, task):
 @triton.jit
 def distance_at(row, col, task):
     """abs(i + Nk - Nq - j) where a term asks for it."""
-    if task.inputs.slopes is None:
-        return 0.0
-    return tl.abs(row + (task.len_k - task.len_q) - col).to(tl.float32)
+    distance = 0.0
+    if task.inputs.slopes is not None:
+        distance = tl.abs(row + (task.seq.len_k - task.seq.len_q) - col).to(tl.float32)
+    return distance
 
 
 @triton.jit
@@ -257,8 +255,8 @@ def operands_at(row, col, task):
         operands += (tl.load(task.inputs.slopes + task.head).to(tl.float32),)
     bias = task.inputs.bias
     if bias is not None:
-        pointers = row_at(bias, task.batch, task.head, row.to(tl.int64)) + col.to(tl.int64) * bias.column
-        exists = (row < task.len_q) & (col < task.len_k)
+        pointers = row_at(bias, task.seq.batch, task.head, row.to(tl.int64)) + col.to(tl.int64) * bias.column
+        exists = (row < task.seq.len_q) & (col < task.seq.len_k)
         operands += (tl.load(pointers, mask=exists, other=0.0).to(tl.float32),)
     return operands
 
@@ -280,18 +278,24 @@ def weighted_sum(weights, visible, values, acc, form: tl.constexpr, KIND: tl.con
     one of them is visible the result is what IEEE gives: for weights > 0 an infinity of the value's sign, or NaN; for
     SIGNED weights, which are 0 or NaN wherever Q or K is infinite, NaN.
     """
-    if KIND != EXACT:
-        return dot(weights.to(values.dtype), values, acc, form)
-    finite = tl.abs(values) < INF
-    acc = dot(weights.to(values.dtype), tl.where(finite, values, 0.0).to(values.dtype), acc, form)
-    seen = visible.to(values.dtype)
-    if SIGNED:
-        acc = tl.where(dot(seen, tl.where(finite, 0.0, 1.0).to(values.dtype), None, form) > 0, NAN, acc)
+    if KIND == EXACT:
+        finite = tl.abs(values) < INF
+        acc = dot(weights.to(values.dtype), tl.where(finite, values, 0.0).to(values.dtype), acc, form)
+        if SIGNED:
+            acc = tl.where(sees(visible, finite == 0, values.dtype, form), float("nan"), acc)
+        else:
+            acc += tl.where(sees(visible, values == INF, values.dtype, form), INF, 0.0)
+            acc -= tl.where(sees(visible, values == -INF, values.dtype, form), INF, 0.0)
+            acc = tl.where(sees(visible, values != values, values.dtype, form), float("nan"), acc)
     else:
-        acc += tl.where(dot(seen, (values == INF).to(values.dtype), None, form) > 0, INF, 0.0)
-        acc -= tl.where(dot(seen, (values == -INF).to(values.dtype), None, form) > 0, INF, 0.0)
-        acc = tl.where(dot(seen, (values != values).to(values.dtype), None, form) > 0, NAN, acc)
+        acc = dot(weights.to(values.dtype), values, acc, form)
     return acc
+
+
+@triton.jit
+def sees(visible, special, DTYPE: tl.constexpr, form: tl.constexpr):
+    """Which sums have a special value among their visible ones."""
+    return dot(visible.to(DTYPE), special.to(DTYPE), None, form) > 0
 
 
 @triton.jit
