@@ -17,6 +17,7 @@ from ioattn.backends.triton.kernels.tiles import (
     FULL,
     LOG2E,
     Task,
+    add_special,
     clear_slack,
     distance_at,
     dot,
@@ -26,6 +27,7 @@ from ioattn.backends.triton.kernels.tiles import (
     key_ranges,
     load_rows,
     load_tile,
+    only_finite,
     operands_at,
     or_zero,
     place,
@@ -34,7 +36,6 @@ from ioattn.backends.triton.kernels.tiles import (
     sequence_of,
     store_tile,
     visible_at,
-    weighted_sum,
 )
 
 
@@ -89,6 +90,9 @@ def key_value_kernel(inputs, upstream, dk, dv, numbers, form: tl.constexpr, step
                 for edge in range(0, ranges.edges):
                     q_start = edge_start(edge, ranges, form.Q.ROWS)
                     dk_tile, dv_tile = add_queries(dk_tile, dv_tile, k_tile, v_tile, q_start, k_start, task, upstream, form, step, dstep, EXACT)  # fmt: skip
+                for edge in range(0, ranges.edges):
+                    q_start = edge_start(edge, ranges, form.Q.ROWS)
+                    dk_tile, dv_tile = add_special_queries(dk_tile, dv_tile, q_start, k_start, task, upstream, form)
     dk_tile *= numbers.scale
     store_tile(dk_tile, dk, row_at(dk, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.K)
     store_tile(dv_tile, dv, row_at(dv, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.V)
@@ -111,18 +115,31 @@ def add_queries(dk_tile, dv_tile, k_tile, v_tile, q_start, k_start, task, upstre
     raw = dot(k_tile, tl.trans(q_tile), None, form) * task.numbers.scale
     scores = step(raw, distance, operands)
     weights = tl.exp2((scores - or_zero(lse)[None, :]) * LOG2E)
-    visible = None
     if KIND != FULL:
         # Where a row's lse is NaN, exp has not made the hidden weights zero.
         visible = visible_at(row, col, task)
         weights = tl.where(visible, weights, 0.0)
-    dv_tile = weighted_sum(weights, visible, dout_tile, dv_tile, form, KIND, False)
+    dv_tile = dot(weights.to(dout_tile.dtype), only_finite(dout_tile, KIND), dv_tile, form)
     dscores = weights * (dot(v_tile, tl.trans(dout_tile), None, form) - delta[None, :])
     if KIND != FULL:
         dscores = tl.where(visible, dscores, 0.0)
     dproduct = dstep(dscores, raw, distance, operands)
-    dk_tile = weighted_sum(dproduct, visible, q_tile, dk_tile, form, KIND, True)
+    dk_tile = dot(dproduct.to(q_tile.dtype), only_finite(q_tile, KIND), dk_tile, form)
     return dk_tile, dv_tile
+
+
+@triton.jit
+def add_special_queries(dk_tile, dv_tile, q_start, k_start, task, upstream, form: tl.constexpr):
+    """Add what is infinite or NaN in one tile of Q and of dO, where it is visible."""
+    seq = task.seq
+    q = task.inputs.q
+    dout = upstream.dout
+    row = (q_start + tl.arange(0, form.Q.ROWS))[None, :]
+    col = (k_start + tl.arange(0, form.K.ROWS))[:, None]
+    visible = visible_at(row, col, task)
+    q_tile = load_tile(q, row_at(q, seq.batch, task.head, seq.start_q), q_start, seq.len_q, form.Q, EDGE)
+    dout_tile = load_tile(dout, row_at(dout, seq.batch, task.head, seq.start_q), q_start, seq.len_q, form.OUT, EDGE)
+    return add_special(dk_tile, visible, q_tile, form, True), add_special(dv_tile, visible, dout_tile, form, False)
 
 
 @triton.jit(do_not_specialize=["numbers"])
@@ -157,6 +174,8 @@ def query_kernel(inputs, upstream, dq, dbias, numbers, form: tl.constexpr, step:
             for edge in range(0, ranges.edges):
                 k_start = edge_start(edge, ranges, form.K.ROWS)
                 dq_tile = add_keys(dq_tile, q_tile, dout_tile, lse, delta, q_start, k_start, task, None, form, step, dstep, EXACT)  # fmt: skip
+            for edge in range(0, ranges.edges):
+                dq_tile = add_special_keys(dq_tile, q_start, edge_start(edge, ranges, form.K.ROWS), task, form)
     dq_tile *= numbers.scale
     store_tile(dq_tile, dq, row_at(dq, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q)
 
@@ -172,15 +191,25 @@ def add_keys(dq_tile, q_tile, dout_tile, lse, delta, q_start, k_start, task, dbi
     k_tile = load_tile(inputs.k, row_at(inputs.k, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.K, KIND)
     v_tile = load_tile(inputs.v, row_at(inputs.v, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.V, KIND)
     raw, dscores = dscores_of(q_tile, k_tile, v_tile, dout_tile, lse, delta, row, col, task, form, step)
-    visible = None
     if KIND != FULL:
-        visible = visible_at(row, col, task)
-        dscores = tl.where(visible, dscores, 0.0)
+        dscores = tl.where(visible_at(row, col, task), dscores, 0.0)
     if dbias is not None:
         pointers = row_at(dbias, seq.batch, task.head, row.to(tl.int64)) + col.to(tl.int64) * dbias.column
         tl.store(pointers, dscores.to(dbias.ptr.dtype.element_ty), mask=(row < seq.len_q) & (col < seq.len_k))
     dproduct = dstep(dscores, raw, distance_at(row, col, task), operands_at(row, col, task))
-    return weighted_sum(dproduct, visible, k_tile, dq_tile, form, KIND, True)
+    return dot(dproduct.to(k_tile.dtype), only_finite(k_tile, KIND), dq_tile, form)
+
+
+@triton.jit
+def add_special_keys(dq_tile, q_start, k_start, task, form: tl.constexpr):
+    """Add what is infinite or NaN in one tile of K, where it is visible."""
+    k = task.inputs.k
+    seq = task.seq
+    row = (q_start + tl.arange(0, form.Q.ROWS))[:, None]
+    col = (k_start + tl.arange(0, form.K.ROWS))[None, :]
+    first = row_at(k, seq.batch, task.head // form.GROUP, seq.start_k)
+    k_tile = load_tile(k, first, k_start, seq.len_k, form.K, EDGE)
+    return add_special(dq_tile, visible_at(row, col, task), k_tile, form, True)
 
 
 @triton.jit

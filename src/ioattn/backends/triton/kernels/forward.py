@@ -18,6 +18,7 @@ from ioattn.backends.triton.kernels.tiles import (
     INF,
     LOG2E,
     Task,
+    add_special,
     clear_slack,
     distance_at,
     dot,
@@ -26,6 +27,7 @@ from ioattn.backends.triton.kernels.tiles import (
     is_finite,
     key_ranges,
     load_tile,
+    only_finite,
     operands_at,
     or_zero,
     place,
@@ -33,7 +35,6 @@ from ioattn.backends.triton.kernels.tiles import (
     sequence_of,
     store_tile,
     visible_at,
-    weighted_sum,
 )
 
 
@@ -68,6 +69,8 @@ def forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.const
             for edge in range(0, ranges.edges):
                 k_start = edge_start(edge, ranges, form.K.ROWS)
                 row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, q_start, k_start, task, form, step, EXACT)
+            for edge in range(0, ranges.edges):
+                acc = add_special_values(acc, q_start, edge_start(edge, ranges, form.K.ROWS), task, form)
     # A row that saw no key has row_sum 0 (or only its sink's 1) and acc 0: out 0.
     acc = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
     store_tile(acc, out, row_at(out, seq.batch, head, seq.start_q), q_start, seq.len_q, form.OUT)
@@ -94,18 +97,28 @@ def attend(row_max, row_sum, acc, q_tile, q_start, k_start, task, form: tl.const
         factor = numbers.scale * LOG2E
     else:
         scores = step(scores * numbers.scale, distance_at(row, col, task), operands_at(row, col, task))
-    visible = None
     if KIND != FULL:
-        visible = visible_at(row, col, task)
-        scores = tl.where(visible, scores, -INF)
+        scores = tl.where(visible_at(row, col, task), scores, -INF)
     v_tile = load_tile(inputs.v, row_at(inputs.v, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.V, KIND)
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     shift = or_zero(new_max)
     weights = tl.exp2((scores - shift[:, None]) * factor)
     rescale = tl.exp2((row_max - shift) * factor)
     row_sum = rescale * row_sum + tl.sum(weights, 1)
-    acc = weighted_sum(weights, visible, v_tile, rescale[:, None] * acc, form, KIND, False)
+    acc = dot(weights.to(v_tile.dtype), only_finite(v_tile, KIND), rescale[:, None] * acc, form)
     return new_max, row_sum, acc
+
+
+@triton.jit
+def add_special_values(acc, q_start, k_start, task, form: tl.constexpr):
+    """Add what is infinite or NaN in one tile of V, where it is visible."""
+    v = task.inputs.v
+    seq = task.seq
+    row = (q_start + tl.arange(0, form.Q.ROWS))[:, None]
+    col = (k_start + tl.arange(0, form.K.ROWS))[None, :]
+    first = row_at(v, seq.batch, task.head // form.GROUP, seq.start_k)
+    v_tile = load_tile(v, first, k_start, seq.len_k, form.V, EDGE)
+    return add_special(acc, visible_at(row, col, task), v_tile, form, False)
 
 
 @triton.jit

@@ -20,7 +20,7 @@ FULL = tl.constexpr("full")
 EDGE = tl.constexpr("edge")
 """A tile with hidden scores, which are masked by select."""
 EXACT = tl.constexpr("exact")
-"""An edge where a hidden weight must contribute nothing even to values that are inf or NaN."""
+"""An edge whose products leave out values that are inf or NaN: `add_special` adds what is visible of them."""
 
 
 class Sequence(NamedTuple):
@@ -271,24 +271,26 @@ def dot(a, b, acc, form: tl.constexpr):
 
 
 @triton.jit
-def weighted_sum(weights, visible, values, acc, form: tl.constexpr, KIND: tl.constexpr, SIGNED: tl.constexpr):
-    """acc + weights @ values; in an exact tile a hidden weight contributes nothing, even to values that are inf or NaN.
-
-    Such a weight is 0 already, but 0 * NaN is NaN. So values that are not finite are left out of the product, and where
-    one of them is visible the result is what IEEE gives: for weights > 0 an infinity of the value's sign, or NaN; for
-    SIGNED weights, which are 0 or NaN wherever Q or K is infinite, NaN.
-    """
+def only_finite(values, KIND: tl.constexpr):
+    """The values of a product with weights; in an exact tile 0 for NaN and inf, which `add_special` adds later."""
     if KIND == EXACT:
-        finite = tl.abs(values) < INF
-        acc = dot(weights.to(values.dtype), tl.where(finite, values, 0.0).to(values.dtype), acc, form)
-        if SIGNED:
-            acc = tl.where(sees(visible, finite == 0, values.dtype, form), float("nan"), acc)
-        else:
-            acc += tl.where(sees(visible, values == INF, values.dtype, form), INF, 0.0)
-            acc -= tl.where(sees(visible, values == -INF, values.dtype, form), INF, 0.0)
-            acc = tl.where(sees(visible, values != values, values.dtype, form), float("nan"), acc)
+        values = tl.where(tl.abs(values) < INF, values, 0.0).to(values.dtype)
+    return values
+
+
+@triton.jit
+def add_special(acc, visible, values, form: tl.constexpr, SIGNED: tl.constexpr):
+    """What visible NaN and inf among the values make of a sum over the finite ones, as IEEE has it.
+
+    The hidden ones have no say: their weight is 0 already, but 0 * NaN is NaN. Weights > 0 give an infinity of the
+    value's sign, or NaN. SIGNED weights are dS, which is 0 or NaN wherever Q or K is infinite: NaN.
+    """
+    if SIGNED:
+        acc = tl.where(sees(visible, (tl.abs(values) < INF) == 0, values.dtype, form), float("nan"), acc)
     else:
-        acc = dot(weights.to(values.dtype), values, acc, form)
+        acc += tl.where(sees(visible, values == INF, values.dtype, form), INF, 0.0)
+        acc -= tl.where(sees(visible, values == -INF, values.dtype, form), INF, 0.0)
+        acc = tl.where(sees(visible, values != values, values.dtype, form), float("nan"), acc)
     return acc
 
 
