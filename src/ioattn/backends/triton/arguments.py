@@ -128,6 +128,8 @@ class Form(NamedTuple):
     GROUP: int
     HIDES: bool
     """The band or a mask may hide scores."""
+    APART: bool
+    """The rare second walk over a tile is a function of its own in the machine code, too."""
     BOTTOM_RIGHT: bool
     LATE: bool
     """The scores stay Q K^T, and the scale is applied inside of the exponential: one multiplication less per score."""

@@ -190,6 +190,7 @@ def _form(problem: Problem, tiles: Tiles, wide: bool) -> Form:
         OUT=_constant(Box(tiles.q_tile, *dv)),
         GROUP=problem.group,
         HIDES=problem.band.bounded or problem.mask is not None,
+        APART=True,
         BOTTOM_RIGHT=problem.align == "bottom-right",
         LATE=not problem.terms and not problem.sinks and problem.scale > 0,
         PRECISION=tiles.precision,

@@ -63,21 +63,44 @@ def forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.const
         row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, q_start, k_start, task, form, step, EDGE)
     if form.HIDES:
         if not is_finite(acc):
-            ranges = every_tile(ranges, form.K.ROWS)
-            row_max, row_sum = sink_or_nothing(task, form)
-            acc = tl.zeros((form.OUT.ROWS, form.OUT.WIDTH), tl.float32)
-            for edge in range(0, ranges.edges):
-                k_start = edge_start(edge, ranges, form.K.ROWS)
-                row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, q_start, k_start, task, form, step, EXACT)
-            for edge in range(0, ranges.edges):
-                acc = add_special_values(acc, q_start, edge_start(edge, ranges, form.K.ROWS), task, form)
+            if form.APART:
+                redo_forward_apart(inputs, out, lse, numbers, head, q_start, seq, form, step)
+            else:
+                redo_forward(inputs, out, lse, numbers, head, q_start, seq, form, step)
+            return
+    store_results(row_max, row_sum, acc, out, lse, q_start, task, form)
+
+
+@triton.jit
+def redo_forward(inputs, out, lse, numbers, head, q_start, seq, form: tl.constexpr, step: tl.constexpr):
+    """Overwrite one tile of `out` and `lse` again, with care for what is hidden."""
+    task = Task(inputs, numbers, head, seq)
+    q_tile = load_tile(inputs.q, row_at(inputs.q, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q, EDGE)
+    ranges = every_tile(key_ranges(q_start, task, form), form.K.ROWS)
+    row_max, row_sum = sink_or_nothing(task, form)
+    acc = tl.zeros((form.OUT.ROWS, form.OUT.WIDTH), tl.float32)
+    for edge in range(0, ranges.edges):
+        k_start = edge_start(edge, ranges, form.K.ROWS)
+        row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, q_start, k_start, task, form, step, EXACT)
+    for edge in range(0, ranges.edges):
+        acc = add_special_values(acc, q_start, edge_start(edge, ranges, form.K.ROWS), task, form)
+    store_results(row_max, row_sum, acc, out, lse, q_start, task, form)
+
+
+redo_forward_apart = triton.jit(redo_forward.fn, noinline=True)
+
+
+@triton.jit
+def store_results(row_max, row_sum, acc, out, lse, q_start, task, form: tl.constexpr):
+    """Divide by the sum of the weights and write `out` and `lse`."""
+    seq = task.seq
     # A row that saw no key has row_sum 0 (or only its sink's 1) and acc 0: out 0.
     acc = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
-    store_tile(acc, out, row_at(out, seq.batch, head, seq.start_q), q_start, seq.len_q, form.OUT)
+    store_tile(acc, out, row_at(out, seq.batch, task.head, seq.start_q), q_start, seq.len_q, form.OUT)
     if form.LATE:
-        row_max *= numbers.scale
+        row_max *= task.numbers.scale
     row = q_start + tl.arange(0, form.Q.ROWS)
-    pointers = row_at(lse, seq.batch, head, seq.start_q) + row.to(tl.int64) * lse.row
+    pointers = row_at(lse, seq.batch, task.head, seq.start_q) + row.to(tl.int64) * lse.row
     tl.store(pointers, row_max + tl.log(row_sum), mask=row < seq.len_q)
 
 
