@@ -24,15 +24,16 @@ class Matrix(NamedTuple):
     column: Scalar
 
     @classmethod
-    def of(cls, x: Tensor | None, packed: bool) -> Matrix | None:
-        """`x` as 4-D, packed `(T, H, columns)` as one batch; a dimension of size 1 is repeated by stride 0."""
+    def of(cls, x: Tensor | None, packed: bool = False) -> Matrix | None:
+        """`x` as 4-D, packed `(T, H, columns)` as one batch; a dimension of size 1 repeats: its stride is 0."""
         if x is None:
             return None
         strides = x.stride()
         if packed:
             return cls(x, 0, strides[1], strides[0], strides[2])
-        batch, head, row = (0 if size == 1 else stride for size, stride in zip(x.shape[:3], strides[:3], strict=True))
-        return cls(x, batch, head, row, strides[3])
+        batch, head, row, column = strides
+        sizes = x.shape
+        return cls(x, batch * (sizes[0] != 1), head * (sizes[1] != 1), row * (sizes[2] != 1), column)
 
 
 class Rows(NamedTuple):
@@ -126,10 +127,6 @@ class Form(NamedTuple):
     V: Box
     OUT: Box
     GROUP: int
-    HIDES: bool
-    """The band or a mask may hide scores."""
-    APART: bool
-    """The rare second walk over a tile is a function of its own in the machine code, too."""
     BOTTOM_RIGHT: bool
     LATE: bool
     """The scores stay Q K^T, and the scale is applied inside of the exponential: one multiplication less per score."""

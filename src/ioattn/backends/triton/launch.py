@@ -1,10 +1,15 @@
-"""The host side: from a problem and its tensors to launches of the kernels."""
+"""The host side: from a problem and its tensors to launches of the kernels.
+
+What follows from shapes and strides alone (tiles, compiled kernel, numbers) is prepared once and looked up afterwards;
+a later call only builds the tuples that hold pointers, and hands them to the compiled kernel without Triton's own
+inspection of every argument.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton
@@ -25,37 +30,52 @@ from ioattn.backends.triton.arguments import (
     is_wide,
     padded,
 )
-from ioattn.backends.triton.config import Tiles
+from ioattn.backends.triton.config import Direction, Gpu, Tiles
 from ioattn.backends.triton.kernels.backward import bias_kernel, delta_kernel, key_value_kernel, query_kernel
 from ioattn.backends.triton.kernels.forward import forward_kernel
+from ioattn.backends.triton.kernels.repair import repair_forward_kernel, repair_key_value_kernel, repair_query_kernel
 from ioattn.backends.triton.kernels.tiles import tanh
 from ioattn.compose import Formula, Function, fold
 from ioattn.problem import Gradients, Problem, Tensors
 from ioattn.scores import Term
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""Whether Triton runs kernels in its interpreter, on the CPU: decided when Triton was imported."""
+"""Whether Triton runs kernels in its interpreter, on the CPU: decided when Triton is imported."""
+
+MAX_PREPARED = 4096
+"""Prepared calls that are remembered."""
 
 
-class Launch(NamedTuple):
-    """One kernel with all that it is run with."""
+class Prepared:
+    """A kernel that only lacks the arguments which hold tensors; compiled when it is first called."""
 
-    kernel: Any
-    programs: int
-    arguments: tuple[Any, ...]
-    tiles: Tiles
+    def __init__(self, kernel: Any, programs: int, constant: tuple[Any, ...], tiles: Tiles) -> None:
+        self.kernel, self.programs, self.constant, self.tiles = kernel, programs, constant, tiles
+        self.runner: Callable[..., None] | None = None
 
-    def run(self) -> None:
+    def __call__(self, arguments: tuple[Any, ...]) -> None:
         """Start the kernel on the current stream, if there is anything to do."""
-        if self.programs:
-            options = {"num_warps": self.tiles.num_warps, "num_stages": self.tiles.num_stages}
-            self.kernel[(self.programs,)](*self.arguments, **options)
+        if self.runner is not None:
+            self.runner(*arguments, *self.constant)
+        elif self.programs:
+            compiled = self.kernel[(self.programs,)](*arguments, *self.constant, **self.options)
+            if not INTERPRETED:
+                self.runner = compiled[(self.programs, 1, 1)]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """How Triton compiles the kernel. Fused multiply-adds are wanted; Triton 3.10 turns their default around."""
+        return {"num_warps": self.tiles.num_warps, "num_stages": self.tiles.num_stages, "enable_fp_fusion": True}
 
 
 def forward(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None:
     """Write softmax(S) V to `out` and log(rowsum(exp(S))) to `lse`."""
+    key = ("forward", id(problem), *map(_layout, tensors), _layout(out))
+    prepared = _remember(key, problem, lambda: prepare_forward(problem, tensors, out, _gpu(problem.device)))
     with _on(problem.device):
-        forward_launch(problem, tensors, out, lse).run()
+        arguments = forward_arguments(problem, tensors, out, lse)
+        for kernel in prepared:
+            kernel(arguments)
 
 
 def backward(
@@ -63,29 +83,70 @@ def backward(
 ) -> None:
     """Write the gradients of q, k and v, and those of bias and sinks where wanted, to `grads`."""
     delta = torch.empty_like(lse)
+    key = ("backward", id(problem), *map(_layout, (*tensors, out, dout, dlse, *grads)))
+    prepared = _remember(
+        key, problem, lambda: prepare_backward(problem, tensors, out, dout, grads, _gpu(problem.device))
+    )
     with _on(problem.device):
         if grads.dbias is not None:
+            # The walk over keys leaves out what the band hides.
             grads.dbias.zero_()
-        for launch in backward_launches(problem, tensors, out, lse, dout, dlse, delta, grads):
-            launch.run()
+        given = backward_arguments(problem, tensors, out, lse, dout, dlse, delta, grads)
+        for kernels, arguments in zip(prepared, given, strict=True):
+            for kernel in kernels:
+                kernel(arguments)
         if grads.dsinks is not None and tensors.sinks is not None:
             grads.dsinks.copy_(_sink_gradient(problem, tensors.sinks, lse, delta))
 
 
-def forward_launch(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> Launch:
-    """The launch that overwrites `out` and `lse`."""
-    tiles = config.choose(problem, "forward")
-    packed = problem.packed
-    inputs = _inputs(tensors, packed)
-    out_matrix = Matrix.of(out, packed)
-    form = _form(problem, tiles, is_wide(*inputs[:3], out_matrix))
-    count = _tiles(problem.len_q, tiles.q_tile)
-    numbers = _numbers(problem, tensors, problem.heads, count)
-    arguments = (inputs, out_matrix, Rows.of(lse, packed), numbers, form, _formula(problem.terms).step)
-    return Launch(forward_kernel, count * problem.heads * (problem.batch + packed), arguments, tiles)
+def prepare_forward(problem: Problem, tensors: Tensors, out: Tensor, gpu: Gpu | None) -> list[Prepared]:
+    """The kernels that overwrite `out` and the LSE."""
+    wide = _is_wide(problem, tensors, (out,))
+    tiles, count, numbers, form = _launch(problem, tensors, "forward", wide, gpu)
+    constant = (numbers, form, _formula(problem.terms).step)
+    kernels = (forward_kernel, repair_forward_kernel)
+    return _with_repair(problem, kernels, count * problem.heads, constant, tiles)
 
 
-def backward_launches(
+def _with_repair(
+    problem: Problem, kernels: tuple[Any, Any], tiles_per_sequence: int, constant: tuple[Any, ...], tiles: Tiles
+) -> list[Prepared]:
+    """A kernel, and where something is hidden the one that repairs what it wrote."""
+    main, repair = kernels
+    # The tiles of one sequence more clear what lies behind the last packed one.
+    prepared = [Prepared(main, tiles_per_sequence * (problem.batch + problem.packed), constant, tiles)]
+    if problem.band.bounded or problem.mask is not None:
+        prepared.append(Prepared(repair, tiles_per_sequence * problem.batch, constant, tiles))
+    return prepared
+
+
+def forward_arguments(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
+    """The arguments of the forward kernel that hold tensors."""
+    return (_inputs(tensors, problem.packed), Matrix.of(out, problem.packed), Rows.of(lse, problem.packed))
+
+
+def prepare_backward(
+    problem: Problem, tensors: Tensors, out: Tensor, dout: Tensor, grads: Gradients, gpu: Gpu | None
+) -> list[list[Prepared]]:
+    """The kernels that overwrite delta, dK and dV, dQ, and the bias's gradient, in order."""
+    wide = _is_wide(problem, tensors, (out, dout, *grads[:4]))
+    formula = _formula(problem.terms)
+    tiles, count, numbers, form = _launch(problem, tensors, "delta", wide, gpu)
+    programs = count * problem.heads * (1 if problem.packed else problem.batch)
+    delta = [Prepared(delta_kernel, programs, (numbers, form), tiles)]
+    tiles, count, numbers, form = _launch(problem, tensors, "key_value", wide, gpu)
+    constant = (numbers, form, formula.step, formula.dstep)
+    kernels = (key_value_kernel, repair_key_value_kernel)
+    key_value = _with_repair(problem, kernels, count * problem.kv_heads, constant, tiles)
+    tiles, count, numbers, form = _launch(problem, tensors, "query", wide, gpu)
+    constant = (numbers, form, formula.step, formula.dstep)
+    query = _with_repair(problem, (query_kernel, repair_query_kernel), count * problem.heads, constant, tiles)
+    if grads.dbias is None or _repeats_nothing(problem):
+        return [delta, key_value, query]
+    return [delta, key_value, query, [_prepare_bias(problem, tensors, wide, gpu)]]
+
+
+def backward_arguments(
     problem: Problem,
     tensors: Tensors,
     out: Tensor,
@@ -94,60 +155,35 @@ def backward_launches(
     dlse: Tensor | None,
     delta: Tensor,
     grads: Gradients,
-) -> Iterator[Launch]:
-    """The launches that overwrite `delta` and `grads`, in order."""
+) -> list[tuple[Any, ...]]:
+    """The arguments that hold tensors, for each group of kernels in `prepare_backward`."""
     packed = problem.packed
-    inputs = _inputs(tensors, packed)
-    matrices = [Matrix.of(x, packed) for x in (out, dout, *grads[:4])]
-    wide = is_wide(*inputs[:3], *matrices)
-    out_matrix, dout_matrix, dq, dk, dv, dbias = matrices
-    upstream = Upstream(dout_matrix, Rows.of(lse, packed), Rows.of(delta, packed))
-    formula = _formula(problem.terms)
-
-    tiles = config.choose(problem, "delta")
-    rows = tensors.q.shape[0] if packed else problem.len_q
-    count = _tiles(rows, tiles.q_tile)
-    numbers = _numbers(problem, tensors, problem.heads, count)
-    form = _form(problem, tiles, wide)
-    arguments: tuple[Any, ...] = (out_matrix, dout_matrix, Rows.of(dlse, packed), upstream.delta, numbers, form)
-    yield Launch(delta_kernel, count * problem.heads * (1 if packed else problem.batch), arguments, tiles)
-
-    tiles = config.choose(problem, "key_value")
-    count = _tiles(problem.len_k, tiles.k_tile)
-    numbers = _numbers(problem, tensors, problem.kv_heads, count)
-    arguments = (inputs, upstream, dk, dv, numbers, _form(problem, tiles, wide), formula.step, formula.dstep)
-    yield Launch(key_value_kernel, count * problem.kv_heads * (problem.batch + packed), arguments, tiles)
-
-    tiles = config.choose(problem, "query")
-    count = _tiles(problem.len_q, tiles.q_tile)
-    numbers = _numbers(problem, tensors, problem.heads, count)
+    inputs, dout_matrix, delta_rows = _inputs(tensors, packed), Matrix.of(dout, packed), Rows.of(delta, packed)
+    dq, dk, dv, dbias = (Matrix.of(x, packed) for x in grads[:4])
+    upstream = Upstream(dout_matrix, Rows.of(lse, packed), delta_rows)
     own_bias = dbias if _repeats_nothing(problem) else None
-    arguments = (inputs, upstream, dq, own_bias, numbers, _form(problem, tiles, wide), formula.step, formula.dstep)
-    yield Launch(query_kernel, count * problem.heads * (problem.batch + packed), arguments, tiles)
+    each: list[tuple[Any, ...]] = [
+        (Matrix.of(out, packed), dout_matrix, Rows.of(dlse, packed), delta_rows),
+        (inputs, upstream, dk, dv),
+        (inputs, upstream, dq, own_bias),
+    ]
+    return each if own_bias is dbias else [*each, (inputs, upstream, dbias)]
 
-    if dbias is not None and own_bias is None:
-        yield _bias_launch(problem, tensors, inputs, upstream, dbias, wide)
 
-
-def _bias_launch(
-    problem: Problem, tensors: Tensors, inputs: Inputs, upstream: Upstream, dbias: Matrix, wide: bool
-) -> Launch:
+def _prepare_bias(problem: Problem, tensors: Tensors, wide: bool, gpu: Gpu | None) -> Prepared:
     assert problem.bias is not None
     batches, heads, rows = problem.bias
-    tiles = config.choose(problem, "bias")
-    count = _tiles(problem.len_q, tiles.q_tile)
+    tiles, count, numbers, form = _launch(problem, tensors, "bias", wide, gpu)
     one_row = rows == 1
     repeats = Repeats(problem.batch // batches, problem.heads // heads, count if one_row else 1)
-    numbers = _numbers(problem, tensors, problem.heads, 1 if one_row else count)
-    arguments = (inputs, upstream, dbias, repeats, numbers, _form(problem, tiles, wide), _formula(problem.terms).step)
-    programs = _tiles(problem.len_k, tiles.k_tile) * numbers.tiles * heads * batches
-    return Launch(bias_kernel, programs, (*arguments, one_row), tiles)
+    numbers = numbers._replace(tiles=1 if one_row else count)
+    programs = _count(problem.len_k, tiles.k_tile) * numbers.tiles * heads * batches
+    return Prepared(bias_kernel, programs, (repeats, numbers, form, _formula(problem.terms).step, one_row), tiles)
 
 
 def _sink_gradient(problem: Problem, sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """The sink is one more key whose value is zero: dsink = P_sink * (0 - delta), over batch and queries."""
-    sinks = sinks.float()[:, None]
-    weights = torch.where(lse == -torch.inf, 0, torch.exp(sinks - lse))
+    weights = torch.where(lse == -torch.inf, 0, torch.exp(sinks.float()[:, None] - lse))
     terms = torch.where(weights == 0, 0, weights * delta)
     return -terms.sum(-1) if problem.packed else -terms.sum((0, -1))
 
@@ -156,9 +192,23 @@ def _repeats_nothing(problem: Problem) -> bool:
     return problem.bias == (problem.batch, problem.heads, problem.len_q)
 
 
+def _launch(
+    problem: Problem, tensors: Tensors, direction: Direction, wide: bool, gpu: Gpu | None
+) -> tuple[Tiles, int, Numbers, Form]:
+    """The tiles of one kernel, how many of them the longest sequence has, and what the kernel is told."""
+    tiles = config.choose(problem, direction, gpu)
+    if direction == "key_value":
+        heads, count = problem.kv_heads, _count(problem.len_k, tiles.k_tile)
+    else:
+        rows = tensors.q.shape[0] if direction == "delta" and problem.packed else problem.len_q
+        heads, count = problem.heads, _count(rows, tiles.q_tile)
+    return tiles, count, _numbers(problem, tensors, heads, count), _form(problem, tiles, wide)
+
+
 def _inputs(tensors: Tensors, packed: bool) -> Inputs:
-    matrices = (Matrix.of(x, packed) for x in tensors[:5])
-    return Inputs(*matrices, tensors.alibi_slopes, tensors.sinks, tensors.cu_seqlens_q, tensors.cu_seqlens_k)
+    q, k, v, bias, mask, slopes, sinks, starts_q, starts_k = tensors
+    matrices = (Matrix.of(q, packed), Matrix.of(k, packed), Matrix.of(v, packed), Matrix.of(bias), Matrix.of(mask))
+    return Inputs(*matrices, slopes, sinks, starts_q, starts_k)
 
 
 def _numbers(problem: Problem, tensors: Tensors, heads: int, tiles: int) -> Numbers:
@@ -189,8 +239,6 @@ def _form(problem: Problem, tiles: Tiles, wide: bool) -> Form:
         V=_constant(Box(tiles.k_tile, *dv)),
         OUT=_constant(Box(tiles.q_tile, *dv)),
         GROUP=problem.group,
-        HIDES=problem.band.bounded or problem.mask is not None,
-        APART=True,
         BOTTOM_RIGHT=problem.align == "bottom-right",
         LATE=not problem.terms and not problem.sinks and problem.scale > 0,
         PRECISION=tiles.precision,
@@ -203,8 +251,12 @@ def _constant(box: Box) -> Any:
     return box if INTERPRETED else tl.constexpr(Box(*map(tl.constexpr, box)))
 
 
-def _tiles(rows: int, tile: int) -> int:
+def _count(rows: int, tile: int) -> int:
     return -(-rows // tile)
+
+
+def _is_wide(problem: Problem, tensors: Tensors, others: Sequence[Tensor | None]) -> bool:
+    return is_wide(*(Matrix.of(x, problem.packed) for x in (*tensors[:3], *others)))
 
 
 @lru_cache
@@ -217,11 +269,44 @@ def _compiled(function: Function) -> Function:
         return function
     scope = function.__globals__
     if "slot" in scope:
-        # Triton lets a kernel read only such globals as say that they are constant.
+        # Of numbers, a Triton function may read only those globals that say that they are constant.
         scope["slot"] = tl.constexpr(scope["slot"])
     return triton.jit(function)  # type: ignore[no-any-return]
 
 
+T = TypeVar("T")
+
+
+class _Memory(NamedTuple):
+    problem: Problem
+    """Kept alive, so that its id names no other problem."""
+    value: Any
+
+
+_memories: dict[Any, _Memory] = {}
+
+
+def _remember(key: Any, problem: Problem, make: Callable[[], T]) -> T:
+    """What `make` made for this key, which contains the id of the problem."""
+    memory = _memories.get(key)
+    if memory is None:
+        if len(_memories) >= MAX_PREPARED:
+            _memories.clear()
+        memory = _memories[key] = _Memory(problem, make())
+    value: T = memory.value
+    return value
+
+
+def _layout(x: Tensor | None) -> Any:
+    """All that a compiled kernel takes for granted of a tensor that the problem does not say."""
+    return None if x is None else (x.stride(), x.data_ptr() % 16)
+
+
+@lru_cache
+def _gpu(device: torch.device) -> Gpu | None:
+    return None if INTERPRETED else Gpu.of(device)
+
+
 def _on(device: torch.device) -> Any:
-    """Triton launches on the current device; make it the tensors'."""
+    """Triton launches on the current device: make it the tensors'."""
     return torch.cuda.device(device.index if device.type == "cuda" else -1)

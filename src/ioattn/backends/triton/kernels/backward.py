@@ -13,17 +13,14 @@ import triton.language as tl
 
 from ioattn.backends.triton.kernels.tiles import (
     EDGE,
-    EXACT,
     FULL,
     LOG2E,
     Task,
-    add_special,
     clear_slack,
     distance_at,
     dot,
     edge_start,
     every_tile,
-    is_finite,
     key_ranges,
     load_rows,
     load_tile,
@@ -80,41 +77,9 @@ def key_value_kernel(inputs, upstream, dk, dv, numbers, form: tl.constexpr, step
         for edge in range(0, ranges.edges):
             q_start = edge_start(edge, ranges, form.Q.ROWS)
             dk_tile, dv_tile = add_queries(dk_tile, dv_tile, k_tile, v_tile, q_start, k_start, task, upstream, form, step, dstep, EDGE)  # fmt: skip
-    if form.HIDES:
-        if not (is_finite(dk_tile) & is_finite(dv_tile)):
-            if form.APART:
-                redo_key_value_apart(inputs, upstream, dk, dv, numbers, kv_head, k_start, seq, form, step, dstep)
-            else:
-                redo_key_value(inputs, upstream, dk, dv, numbers, kv_head, k_start, seq, form, step, dstep)
-            return
     dk_tile *= numbers.scale
     store_tile(dk_tile, dk, row_at(dk, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.K)
     store_tile(dv_tile, dv, row_at(dv, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.V)
-
-
-@triton.jit
-def redo_key_value(inputs, upstream, dk, dv, numbers, kv_head, k_start, seq, form: tl.constexpr, step: tl.constexpr, dstep: tl.constexpr):  # fmt: skip
-    """Overwrite one tile of dK and dV again, with care for what is hidden."""
-    k_tile = load_tile(inputs.k, row_at(inputs.k, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.K, EDGE)
-    v_tile = load_tile(inputs.v, row_at(inputs.v, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.V, EDGE)
-    dk_tile = tl.zeros((form.K.ROWS, form.K.WIDTH), tl.float32)
-    dv_tile = tl.zeros((form.V.ROWS, form.V.WIDTH), tl.float32)
-    ranges = every_tile(query_ranges(k_start, Task(inputs, numbers, kv_head, seq), form), form.Q.ROWS)
-    for member in range(0, form.GROUP):
-        task = Task(inputs, numbers, kv_head * form.GROUP + member, seq)
-        for edge in range(0, ranges.edges):
-            q_start = edge_start(edge, ranges, form.Q.ROWS)
-            dk_tile, dv_tile = add_queries(dk_tile, dv_tile, k_tile, v_tile, q_start, k_start, task, upstream, form, step, dstep, EXACT)  # fmt: skip
-        for edge in range(0, ranges.edges):
-            q_start = edge_start(edge, ranges, form.Q.ROWS)
-            dk_tile, dv_tile = add_special_queries(dk_tile, dv_tile, q_start, k_start, task, upstream, form)
-    dk_tile *= numbers.scale
-    store_tile(dk_tile, dk, row_at(dk, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.K)
-    store_tile(dv_tile, dv, row_at(dv, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.V)
-
-
-# Inlined, this rare case costs the loops above their registers: 154 spills per step in dK and dV at D128 on sm_90.
-redo_key_value_apart = triton.jit(redo_key_value.fn, noinline=True)
 
 
 @triton.jit
@@ -147,20 +112,6 @@ def add_queries(dk_tile, dv_tile, k_tile, v_tile, q_start, k_start, task, upstre
     return dk_tile, dv_tile
 
 
-@triton.jit
-def add_special_queries(dk_tile, dv_tile, q_start, k_start, task, upstream, form: tl.constexpr):
-    """Add what is infinite or NaN in one tile of Q and of dO, where it is visible."""
-    seq = task.seq
-    q = task.inputs.q
-    dout = upstream.dout
-    row = (q_start + tl.arange(0, form.Q.ROWS))[None, :]
-    col = (k_start + tl.arange(0, form.K.ROWS))[:, None]
-    visible = visible_at(row, col, task)
-    q_tile = load_tile(q, row_at(q, seq.batch, task.head, seq.start_q), q_start, seq.len_q, form.Q, EDGE)
-    dout_tile = load_tile(dout, row_at(dout, seq.batch, task.head, seq.start_q), q_start, seq.len_q, form.OUT, EDGE)
-    return add_special(dk_tile, visible, q_tile, form, True), add_special(dv_tile, visible, dout_tile, form, False)
-
-
 @triton.jit(do_not_specialize=["numbers"])
 def query_kernel(inputs, upstream, dq, dbias, numbers, form: tl.constexpr, step: tl.constexpr, dstep: tl.constexpr):
     """Overwrite one tile of `dq`, and what the walk touches of the gradient of a bias that repeats nothing."""
@@ -186,38 +137,8 @@ def query_kernel(inputs, upstream, dq, dbias, numbers, form: tl.constexpr, step:
     for edge in range(0, ranges.edges):
         k_start = edge_start(edge, ranges, form.K.ROWS)
         dq_tile = add_keys(dq_tile, q_tile, dout_tile, lse, delta, q_start, k_start, task, dbias, form, step, dstep, EDGE)
-    if form.HIDES:
-        if not is_finite(dq_tile):
-            if form.APART:
-                redo_query_apart(inputs, upstream, dq, numbers, head, q_start, seq, form, step, dstep)
-            else:
-                redo_query(inputs, upstream, dq, numbers, head, q_start, seq, form, step, dstep)
-            return
     dq_tile *= numbers.scale
     store_tile(dq_tile, dq, row_at(dq, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q)
-
-
-@triton.jit
-def redo_query(inputs, upstream, dq, numbers, head, q_start, seq, form: tl.constexpr, step: tl.constexpr, dstep: tl.constexpr):  # fmt: skip
-    """Overwrite one tile of dQ again, with care for what is hidden."""
-    task = Task(inputs, numbers, head, seq)
-    dout = upstream.dout
-    q_tile = load_tile(inputs.q, row_at(inputs.q, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q, EDGE)
-    dout_tile = load_tile(dout, row_at(dout, seq.batch, head, seq.start_q), q_start, seq.len_q, form.OUT, EDGE)
-    lse = or_zero(load_rows(upstream.lse, task, q_start, EDGE, form.Q.ROWS))
-    delta = load_rows(upstream.delta, task, q_start, EDGE, form.Q.ROWS)
-    dq_tile = tl.zeros((form.Q.ROWS, form.Q.WIDTH), tl.float32)
-    ranges = every_tile(key_ranges(q_start, task, form), form.K.ROWS)
-    for edge in range(0, ranges.edges):
-        k_start = edge_start(edge, ranges, form.K.ROWS)
-        dq_tile = add_keys(dq_tile, q_tile, dout_tile, lse, delta, q_start, k_start, task, None, form, step, dstep, EXACT)
-    for edge in range(0, ranges.edges):
-        dq_tile = add_special_keys(dq_tile, q_start, edge_start(edge, ranges, form.K.ROWS), task, form)
-    dq_tile *= numbers.scale
-    store_tile(dq_tile, dq, row_at(dq, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q)
-
-
-redo_query_apart = triton.jit(redo_query.fn, noinline=True)
 
 
 @triton.jit
@@ -238,18 +159,6 @@ def add_keys(dq_tile, q_tile, dout_tile, lse, delta, q_start, k_start, task, dbi
         tl.store(pointers, dscores.to(dbias.ptr.dtype.element_ty), mask=(row < seq.len_q) & (col < seq.len_k))
     dproduct = dstep(dscores, raw, distance_at(row, col, task), operands_at(row, col, task))
     return dot(dproduct.to(k_tile.dtype), only_finite(k_tile, KIND), dq_tile, form)
-
-
-@triton.jit
-def add_special_keys(dq_tile, q_start, k_start, task, form: tl.constexpr):
-    """Add what is infinite or NaN in one tile of K, where it is visible."""
-    k = task.inputs.k
-    seq = task.seq
-    row = (q_start + tl.arange(0, form.Q.ROWS))[:, None]
-    col = (k_start + tl.arange(0, form.K.ROWS))[None, :]
-    first = row_at(k, seq.batch, task.head // form.GROUP, seq.start_k)
-    k_tile = load_tile(k, first, k_start, seq.len_k, form.K, EDGE)
-    return add_special(dq_tile, visible_at(row, col, task), k_tile, form, True)
 
 
 @triton.jit

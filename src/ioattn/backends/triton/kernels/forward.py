@@ -1,8 +1,7 @@
 """The forward: one program walks over the keys that its tile of queries sees.
 
 Reads like `eager.forward`. Tiles that the band keeps whole run a loop without a test; the tiles at its edges run a
-second loop that masks by select. Where the band or a mask may hide something and the sum turns out not to be finite,
-the tile of queries is computed again, with care for values that are hidden: a test once, not once per tile.
+second loop that masks by select. Values that are hidden and not finite are the business of `repair.py`.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -13,18 +12,14 @@ import triton.language as tl
 
 from ioattn.backends.triton.kernels.tiles import (
     EDGE,
-    EXACT,
     FULL,
     INF,
     LOG2E,
     Task,
-    add_special,
     clear_slack,
     distance_at,
     dot,
     edge_start,
-    every_tile,
-    is_finite,
     key_ranges,
     load_tile,
     only_finite,
@@ -61,33 +56,7 @@ def forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.const
     for edge in range(0, ranges.edges):
         k_start = edge_start(edge, ranges, form.K.ROWS)
         row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, q_start, k_start, task, form, step, EDGE)
-    if form.HIDES:
-        if not is_finite(acc):
-            if form.APART:
-                redo_forward_apart(inputs, out, lse, numbers, head, q_start, seq, form, step)
-            else:
-                redo_forward(inputs, out, lse, numbers, head, q_start, seq, form, step)
-            return
     store_results(row_max, row_sum, acc, out, lse, q_start, task, form)
-
-
-@triton.jit
-def redo_forward(inputs, out, lse, numbers, head, q_start, seq, form: tl.constexpr, step: tl.constexpr):
-    """Overwrite one tile of `out` and `lse` again, with care for what is hidden."""
-    task = Task(inputs, numbers, head, seq)
-    q_tile = load_tile(inputs.q, row_at(inputs.q, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q, EDGE)
-    ranges = every_tile(key_ranges(q_start, task, form), form.K.ROWS)
-    row_max, row_sum = sink_or_nothing(task, form)
-    acc = tl.zeros((form.OUT.ROWS, form.OUT.WIDTH), tl.float32)
-    for edge in range(0, ranges.edges):
-        k_start = edge_start(edge, ranges, form.K.ROWS)
-        row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, q_start, k_start, task, form, step, EXACT)
-    for edge in range(0, ranges.edges):
-        acc = add_special_values(acc, q_start, edge_start(edge, ranges, form.K.ROWS), task, form)
-    store_results(row_max, row_sum, acc, out, lse, q_start, task, form)
-
-
-redo_forward_apart = triton.jit(redo_forward.fn, noinline=True)
 
 
 @triton.jit
@@ -130,18 +99,6 @@ def attend(row_max, row_sum, acc, q_tile, q_start, k_start, task, form: tl.const
     row_sum = rescale * row_sum + tl.sum(weights, 1)
     acc = dot(weights.to(v_tile.dtype), only_finite(v_tile, KIND), rescale[:, None] * acc, form)
     return new_max, row_sum, acc
-
-
-@triton.jit
-def add_special_values(acc, q_start, k_start, task, form: tl.constexpr):
-    """Add what is infinite or NaN in one tile of V, where it is visible."""
-    v = task.inputs.v
-    seq = task.seq
-    row = (q_start + tl.arange(0, form.Q.ROWS))[:, None]
-    col = (k_start + tl.arange(0, form.K.ROWS))[None, :]
-    first = row_at(v, seq.batch, task.head // form.GROUP, seq.start_k)
-    v_tile = load_tile(v, first, k_start, seq.len_k, form.V, EDGE)
-    return add_special(acc, visible_at(row, col, task), v_tile, form, False)
 
 
 @triton.jit

@@ -303,7 +303,7 @@ def sees(visible, special, DTYPE: tl.constexpr, form: tl.constexpr):
 @triton.jit
 def is_finite(x):
     """Whether every element of a tile is a finite number."""
-    # One reduction over both axes: one after the other does not compile for sm_100 in Triton 3.6.
+    # One reduction over both axes: one after the other did not compile for sm_100 in Triton 3.6.
     return tl.max(((tl.abs(x) < INF) == 0).to(tl.int32)) == 0
 
 

@@ -1,0 +1,154 @@
+"""A second look at the tiles that are not finite, where the band or a mask hides scores.
+
+A hidden weight is 0, but 0 * NaN is NaN: NaN or inf in a row of V that a query does not see would reach it through the
+tile that holds them both, and the same goes for Q, K and dO in the backward. Instead of a test per tile in the loops
+that count, these kernels read the results once, leave a tile alone if it is finite, as nearly always, and otherwise
+compute it again with care. On their own, because inside of the kernels they repair they cost the loops their registers:
+154 spills per step in dK and dV at D128 on sm_90.
+"""
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ioattn.backends.triton.kernels.backward import add_keys, add_queries
+from ioattn.backends.triton.kernels.forward import attend, sink_or_nothing, store_results
+from ioattn.backends.triton.kernels.tiles import (
+    EDGE,
+    EXACT,
+    Task,
+    add_special,
+    edge_start,
+    every_tile,
+    is_finite,
+    key_ranges,
+    load_rows,
+    load_tile,
+    or_zero,
+    place,
+    query_ranges,
+    row_at,
+    sequence_of,
+    store_tile,
+    visible_at,
+)
+
+
+@triton.jit(do_not_specialize=["numbers"])
+def repair_forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.constexpr):
+    """Overwrite one tile of `out` and `lse` again unless it is finite."""
+    batch, head, tile = place(numbers, True)
+    seq = sequence_of(batch, inputs, numbers, form)
+    task = Task(inputs, numbers, head, seq)
+    q_start = tile * form.Q.ROWS
+    if q_start >= seq.len_q:
+        return
+    if is_finite(load_tile(out, row_at(out, seq.batch, head, seq.start_q), q_start, seq.len_q, form.OUT, EDGE)):
+        return
+    q_tile = load_tile(inputs.q, row_at(inputs.q, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q, EDGE)
+    ranges = every_tile(key_ranges(q_start, task, form), form.K.ROWS)
+    row_max, row_sum = sink_or_nothing(task, form)
+    acc = tl.zeros((form.OUT.ROWS, form.OUT.WIDTH), tl.float32)
+    for edge in range(0, ranges.edges):
+        k_start = edge_start(edge, ranges, form.K.ROWS)
+        row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, q_start, k_start, task, form, step, EXACT)
+    for edge in range(0, ranges.edges):
+        acc = add_special_values(acc, q_start, edge_start(edge, ranges, form.K.ROWS), task, form)
+    store_results(row_max, row_sum, acc, out, lse, q_start, task, form)
+
+
+@triton.jit
+def add_special_values(acc, q_start, k_start, task, form: tl.constexpr):
+    """Add what is infinite or NaN in one tile of V, where it is visible."""
+    v = task.inputs.v
+    seq = task.seq
+    row = (q_start + tl.arange(0, form.Q.ROWS))[:, None]
+    col = (k_start + tl.arange(0, form.K.ROWS))[None, :]
+    first = row_at(v, seq.batch, task.head // form.GROUP, seq.start_k)
+    v_tile = load_tile(v, first, k_start, seq.len_k, form.V, EDGE)
+    return add_special(acc, visible_at(row, col, task), v_tile, form, False)
+
+
+@triton.jit(do_not_specialize=["numbers"])
+def repair_key_value_kernel(inputs, upstream, dk, dv, numbers, form: tl.constexpr, step: tl.constexpr, dstep: tl.constexpr):  # fmt: skip
+    """Overwrite one tile of `dk` and `dv` again unless both are finite."""
+    batch, kv_head, tile = place(numbers, False)
+    seq = sequence_of(batch, inputs, numbers, form)
+    k_start = tile * form.K.ROWS
+    if k_start >= seq.len_k:
+        return
+    k_tile = load_tile(dk, row_at(dk, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.K, EDGE)
+    v_tile = load_tile(dv, row_at(dv, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.V, EDGE)
+    if is_finite(k_tile) & is_finite(v_tile):
+        return
+    k_tile = load_tile(inputs.k, row_at(inputs.k, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.K, EDGE)
+    v_tile = load_tile(inputs.v, row_at(inputs.v, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.V, EDGE)
+    dk_tile = tl.zeros((form.K.ROWS, form.K.WIDTH), tl.float32)
+    dv_tile = tl.zeros((form.V.ROWS, form.V.WIDTH), tl.float32)
+    ranges = every_tile(query_ranges(k_start, Task(inputs, numbers, kv_head, seq), form), form.Q.ROWS)
+    for member in range(0, form.GROUP):
+        task = Task(inputs, numbers, kv_head * form.GROUP + member, seq)
+        for edge in range(0, ranges.edges):
+            q_start = edge_start(edge, ranges, form.Q.ROWS)
+            dk_tile, dv_tile = add_queries(dk_tile, dv_tile, k_tile, v_tile, q_start, k_start, task, upstream, form, step, dstep, EXACT)  # fmt: skip
+        for edge in range(0, ranges.edges):
+            q_start = edge_start(edge, ranges, form.Q.ROWS)
+            dk_tile, dv_tile = add_special_queries(dk_tile, dv_tile, q_start, k_start, task, upstream, form)
+    dk_tile *= numbers.scale
+    store_tile(dk_tile, dk, row_at(dk, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.K)
+    store_tile(dv_tile, dv, row_at(dv, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.V)
+
+
+@triton.jit
+def add_special_queries(dk_tile, dv_tile, q_start, k_start, task, upstream, form: tl.constexpr):
+    """Add what is infinite or NaN in one tile of Q and of dO, where it is visible."""
+    seq = task.seq
+    q = task.inputs.q
+    dout = upstream.dout
+    row = (q_start + tl.arange(0, form.Q.ROWS))[None, :]
+    col = (k_start + tl.arange(0, form.K.ROWS))[:, None]
+    visible = visible_at(row, col, task)
+    q_tile = load_tile(q, row_at(q, seq.batch, task.head, seq.start_q), q_start, seq.len_q, form.Q, EDGE)
+    dout_tile = load_tile(dout, row_at(dout, seq.batch, task.head, seq.start_q), q_start, seq.len_q, form.OUT, EDGE)
+    return add_special(dk_tile, visible, q_tile, form, True), add_special(dv_tile, visible, dout_tile, form, False)
+
+
+@triton.jit(do_not_specialize=["numbers"])
+def repair_query_kernel(inputs, upstream, dq, dbias, numbers, form: tl.constexpr, step: tl.constexpr, dstep: tl.constexpr):  # fmt: skip
+    """Overwrite one tile of `dq` again unless it is finite; `dbias` needs no repair, as no product hides in it."""
+    batch, head, tile = place(numbers, True)
+    seq = sequence_of(batch, inputs, numbers, form)
+    task = Task(inputs, numbers, head, seq)
+    q_start = tile * form.Q.ROWS
+    if q_start >= seq.len_q:
+        return
+    if is_finite(load_tile(dq, row_at(dq, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q, EDGE)):
+        return
+    dout = upstream.dout
+    q_tile = load_tile(inputs.q, row_at(inputs.q, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q, EDGE)
+    dout_tile = load_tile(dout, row_at(dout, seq.batch, head, seq.start_q), q_start, seq.len_q, form.OUT, EDGE)
+    lse = or_zero(load_rows(upstream.lse, task, q_start, EDGE, form.Q.ROWS))
+    delta = load_rows(upstream.delta, task, q_start, EDGE, form.Q.ROWS)
+    dq_tile = tl.zeros((form.Q.ROWS, form.Q.WIDTH), tl.float32)
+    ranges = every_tile(key_ranges(q_start, task, form), form.K.ROWS)
+    for edge in range(0, ranges.edges):
+        k_start = edge_start(edge, ranges, form.K.ROWS)
+        dq_tile = add_keys(dq_tile, q_tile, dout_tile, lse, delta, q_start, k_start, task, None, form, step, dstep, EXACT)
+    for edge in range(0, ranges.edges):
+        dq_tile = add_special_keys(dq_tile, q_start, edge_start(edge, ranges, form.K.ROWS), task, form)
+    dq_tile *= numbers.scale
+    store_tile(dq_tile, dq, row_at(dq, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q)
+
+
+@triton.jit
+def add_special_keys(dq_tile, q_start, k_start, task, form: tl.constexpr):
+    """Add what is infinite or NaN in one tile of K, where it is visible."""
+    k = task.inputs.k
+    seq = task.seq
+    row = (q_start + tl.arange(0, form.Q.ROWS))[:, None]
+    col = (k_start + tl.arange(0, form.K.ROWS))[None, :]
+    first = row_at(k, seq.batch, task.head // form.GROUP, seq.start_k)
+    k_tile = load_tile(k, first, k_start, seq.len_k, form.K, EDGE)
+    return add_special(dq_tile, visible_at(row, col, task), k_tile, form, True)
