@@ -24,16 +24,19 @@ class Matrix(NamedTuple):
     column: Scalar
 
     @classmethod
-    def of(cls, x: Tensor | None, packed: bool = False) -> Matrix | None:
+    def of(cls, x: Tensor, packed: bool = False) -> Matrix:
         """`x` as 4-D, packed `(T, H, columns)` as one batch; a dimension of size 1 repeats: its stride is 0."""
-        if x is None:
-            return None
         strides = x.stride()
         if packed:
             return cls(x, 0, strides[1], strides[0], strides[2])
         batch, head, row, column = strides
         sizes = x.shape
         return cls(x, batch * (sizes[0] != 1), head * (sizes[1] != 1), row * (sizes[2] != 1), column)
+
+    @classmethod
+    def maybe(cls, x: Tensor | None) -> Matrix | None:
+        """`of` where there is a tensor, and it is dense."""
+        return None if x is None else cls.of(x)
 
 
 class Rows(NamedTuple):
@@ -45,10 +48,8 @@ class Rows(NamedTuple):
     row: Scalar
 
     @classmethod
-    def of(cls, x: Tensor | None, packed: bool) -> Rows | None:
+    def of(cls, x: Tensor, packed: bool) -> Rows:
         """`x` as 3-D, packed `(H, T)` as one batch."""
-        if x is None:
-            return None
         return cls(x, 0, *x.stride()) if packed else cls(x, *x.stride())
 
 
@@ -139,9 +140,9 @@ WIDE_STRIDE = 2**31 // 256
 """From this stride on, 256 rows span more than 31 bits of elements."""
 
 
-def is_wide(*matrices: Matrix | None) -> bool:
+def is_wide(*matrices: Matrix) -> bool:
     """Whether a tile of one of these matrices spans more than 31 bits of elements."""
-    return any(max(m.row, m.column) >= WIDE_STRIDE for m in matrices if m is not None)
+    return any(max(m.row, m.column) >= WIDE_STRIDE for m in matrices)
 
 
 def padded(size: int) -> int:

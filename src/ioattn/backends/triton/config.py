@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-import torch
-
 from ioattn.backends.triton.arguments import padded
 from ioattn.problem import Problem
 
@@ -35,14 +33,6 @@ class Gpu(NamedTuple):
     """Compute capability; (0, 0) for other makes."""
     shared_memory: int
     """Bytes that one program may use."""
-
-    @classmethod
-    def of(cls, device: torch.device) -> Gpu:
-        """The properties of a device that torch can use."""
-        properties = torch.cuda.get_device_properties(device)
-        if torch.version.hip is not None:
-            return cls((0, 0), properties.shared_memory_per_block)
-        return cls((properties.major, properties.minor), properties.shared_memory_per_block_optin)
 
     @property
     def family(self) -> Family:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import triton
@@ -129,7 +129,7 @@ def prepare_backward(
     problem: Problem, tensors: Tensors, out: Tensor, dout: Tensor, grads: Gradients, gpu: Gpu | None
 ) -> list[list[Prepared]]:
     """The kernels that overwrite delta, dK and dV, dQ, and the bias's gradient, in order."""
-    wide = _is_wide(problem, tensors, (out, dout, *grads[:4]))
+    wide = _is_wide(problem, tensors, (out, dout, *grads[:3]))
     formula = _formula(problem.terms)
     tiles, count, numbers, form = _launch(problem, tensors, "delta", wide, gpu)
     programs = count * problem.heads * (1 if problem.packed else problem.batch)
@@ -159,11 +159,12 @@ def backward_arguments(
     """The arguments that hold tensors, for each group of kernels in `prepare_backward`."""
     packed = problem.packed
     inputs, dout_matrix, delta_rows = _inputs(tensors, packed), Matrix.of(dout, packed), Rows.of(delta, packed)
-    dq, dk, dv, dbias = (Matrix.of(x, packed) for x in grads[:4])
+    dq, dk, dv = (Matrix.of(x, packed) for x in grads[:3])
+    dbias = Matrix.maybe(grads.dbias)
     upstream = Upstream(dout_matrix, Rows.of(lse, packed), delta_rows)
     own_bias = dbias if _repeats_nothing(problem) else None
     each: list[tuple[Any, ...]] = [
-        (Matrix.of(out, packed), dout_matrix, Rows.of(dlse, packed), delta_rows),
+        (Matrix.of(out, packed), dout_matrix, None if dlse is None else Rows.of(dlse, packed), delta_rows),
         (inputs, upstream, dk, dv),
         (inputs, upstream, dq, own_bias),
     ]
@@ -207,8 +208,8 @@ def _launch(
 
 def _inputs(tensors: Tensors, packed: bool) -> Inputs:
     q, k, v, bias, mask, slopes, sinks, starts_q, starts_k = tensors
-    matrices = (Matrix.of(q, packed), Matrix.of(k, packed), Matrix.of(v, packed), Matrix.of(bias), Matrix.of(mask))
-    return Inputs(*matrices, slopes, sinks, starts_q, starts_k)
+    qkv = (Matrix.of(q, packed), Matrix.of(k, packed), Matrix.of(v, packed))
+    return Inputs(*qkv, Matrix.maybe(bias), Matrix.maybe(mask), slopes, sinks, starts_q, starts_k)
 
 
 def _numbers(problem: Problem, tensors: Tensors, heads: int, tiles: int) -> Numbers:
@@ -255,7 +256,7 @@ def _count(rows: int, tile: int) -> int:
     return -(-rows // tile)
 
 
-def _is_wide(problem: Problem, tensors: Tensors, others: Sequence[Tensor | None]) -> bool:
+def _is_wide(problem: Problem, tensors: Tensors, others: Sequence[Tensor]) -> bool:
     return is_wide(*(Matrix.of(x, problem.packed) for x in (*tensors[:3], *others)))
 
 
@@ -271,7 +272,7 @@ def _compiled(function: Function) -> Function:
     if "slot" in scope:
         # Of numbers, a Triton function may read only those globals that say that they are constant.
         scope["slot"] = tl.constexpr(scope["slot"])
-    return triton.jit(function)  # type: ignore[no-any-return]
+    return cast(Function, triton.jit(function))
 
 
 T = TypeVar("T")
@@ -304,7 +305,11 @@ def _layout(x: Tensor | None) -> Any:
 
 @lru_cache
 def _gpu(device: torch.device) -> Gpu | None:
-    return None if INTERPRETED else Gpu.of(device)
+    if INTERPRETED:
+        return None
+    shared_memory = triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
+    capability = (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
+    return Gpu(capability, shared_memory)
 
 
 def _on(device: torch.device) -> Any:

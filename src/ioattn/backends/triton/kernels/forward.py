@@ -3,7 +3,6 @@
 Reads like `eager.forward`. Tiles that the band keeps whole run a loop without a test; the tiles at its edges run a
 second loop that masks by select. Values that are hidden and not finite are the business of `repair.py`.
 """
-# mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
@@ -21,7 +20,8 @@ from ioattn.backends.triton.kernels.tiles import (
     dot,
     edge_start,
     key_ranges,
-    load_tile,
+    load_keys,
+    load_q,
     only_finite,
     operands_at,
     or_zero,
@@ -39,21 +39,20 @@ def forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.const
     batch, head, tile = place(numbers, True)
     seq = sequence_of(batch, inputs, numbers, form)
     task = Task(inputs, numbers, head, seq)
-    if inputs.starts_q is not None:
-        if batch == numbers.batch:
-            clear_slack(out, seq.start_q, numbers.rows_q, head, tile, numbers, form.OUT)
-            clear_lse(lse, task, tile, form.Q.ROWS)
-            return
+    if inputs.starts_q is not None and batch == numbers.batch:
+        clear_slack(out, seq.start_q, numbers.rows_q, head, tile, numbers, form.OUT)
+        clear_lse(lse, task, tile, form.Q.ROWS)
+        return
     q_start = tile * form.Q.ROWS
     if q_start >= seq.len_q:
         return
-    q_tile = load_tile(inputs.q, row_at(inputs.q, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q, EDGE)
+    q_tile = load_q(task, q_start, form, EDGE)
     ranges = key_ranges(q_start, task, form)
     row_max, row_sum = sink_or_nothing(task, form)
     acc = tl.zeros((form.OUT.ROWS, form.OUT.WIDTH), tl.float32)
     for k_start in range(ranges.full_start, ranges.full_end, form.K.ROWS):
         row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, q_start, k_start, task, form, step, FULL)
-    for edge in range(0, ranges.edges):
+    for edge in range(ranges.edges):
         k_start = edge_start(edge, ranges, form.K.ROWS)
         row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, q_start, k_start, task, form, step, EDGE)
     store_results(row_max, row_sum, acc, out, lse, q_start, task, form)
@@ -74,30 +73,27 @@ def store_results(row_max, row_sum, acc, out, lse, q_start, task, form: tl.const
 
 
 @triton.jit
-def attend(row_max, row_sum, acc, q_tile, q_start, k_start, task, form: tl.constexpr, step: tl.constexpr, KIND: tl.constexpr):  # fmt: skip
+def attend(
+    row_max, row_sum, acc, q_tile, q_start, k_start, task, form: tl.constexpr, step: tl.constexpr, KIND: tl.constexpr
+):
     """The online softmax over one tile of keys."""
-    inputs = task.inputs
-    numbers = task.numbers
-    seq = task.seq
-    kv_head = task.head // form.GROUP
-    k_tile = load_tile(inputs.k, row_at(inputs.k, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.K, KIND)
+    keys = load_keys(task, k_start, form, KIND)
     row = (q_start + tl.arange(0, form.Q.ROWS))[:, None]
     col = (k_start + tl.arange(0, form.K.ROWS))[None, :]
-    scores = dot(q_tile, tl.trans(k_tile), None, form)
+    scores = dot(q_tile, tl.trans(keys.k), None, form)
     factor = LOG2E
     if form.LATE:
-        factor = numbers.scale * LOG2E
+        factor = task.numbers.scale * LOG2E
     else:
-        scores = step(scores * numbers.scale, distance_at(row, col, task), operands_at(row, col, task))
+        scores = step(scores * task.numbers.scale, distance_at(row, col, task), operands_at(row, col, task))
     if KIND != FULL:
         scores = tl.where(visible_at(row, col, task), scores, -INF)
-    v_tile = load_tile(inputs.v, row_at(inputs.v, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.V, KIND)
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     shift = or_zero(new_max)
     weights = tl.exp2((scores - shift[:, None]) * factor)
     rescale = tl.exp2((row_max - shift) * factor)
     row_sum = rescale * row_sum + tl.sum(weights, 1)
-    acc = dot(weights.to(v_tile.dtype), only_finite(v_tile, KIND), rescale[:, None] * acc, form)
+    acc = dot(weights.to(keys.v.dtype), only_finite(keys.v, KIND), rescale[:, None] * acc, form)
     return new_max, row_sum, acc
 
 

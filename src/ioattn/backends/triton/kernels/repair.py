@@ -6,7 +6,6 @@ that count, these kernels read the results once, leave a tile alone if it is fin
 compute it again with care. On their own, because inside of the kernels they repair they cost the loops their registers:
 154 spills per step in dK and dV at D128 on sm_90.
 """
-# mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
@@ -24,9 +23,10 @@ from ioattn.backends.triton.kernels.tiles import (
     every_tile,
     is_finite,
     key_ranges,
-    load_rows,
+    load_keys,
+    load_q,
+    load_queries,
     load_tile,
-    or_zero,
     place,
     query_ranges,
     row_at,
@@ -47,76 +47,73 @@ def repair_forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: t
         return
     if is_finite(load_tile(out, row_at(out, seq.batch, head, seq.start_q), q_start, seq.len_q, form.OUT, EDGE)):
         return
-    q_tile = load_tile(inputs.q, row_at(inputs.q, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q, EDGE)
+    q_tile = load_q(task, q_start, form, EDGE)
     ranges = every_tile(key_ranges(q_start, task, form), form.K.ROWS)
     row_max, row_sum = sink_or_nothing(task, form)
     acc = tl.zeros((form.OUT.ROWS, form.OUT.WIDTH), tl.float32)
-    for edge in range(0, ranges.edges):
+    for edge in range(ranges.edges):
         k_start = edge_start(edge, ranges, form.K.ROWS)
         row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, q_start, k_start, task, form, step, EXACT)
-    for edge in range(0, ranges.edges):
-        acc = add_special_values(acc, q_start, edge_start(edge, ranges, form.K.ROWS), task, form)
+    for edge in range(ranges.edges):
+        keys = load_keys(task, edge_start(edge, ranges, form.K.ROWS), form, EDGE)
+        acc = add_special_values(acc, q_start, keys, task, form)
     store_results(row_max, row_sum, acc, out, lse, q_start, task, form)
 
 
 @triton.jit
-def add_special_values(acc, q_start, k_start, task, form: tl.constexpr):
+def add_special_values(acc, q_start, keys, task, form: tl.constexpr):
     """Add what is infinite or NaN in one tile of V, where it is visible."""
-    v = task.inputs.v
-    seq = task.seq
     row = (q_start + tl.arange(0, form.Q.ROWS))[:, None]
-    col = (k_start + tl.arange(0, form.K.ROWS))[None, :]
-    first = row_at(v, seq.batch, task.head // form.GROUP, seq.start_k)
-    v_tile = load_tile(v, first, k_start, seq.len_k, form.V, EDGE)
-    return add_special(acc, visible_at(row, col, task), v_tile, form, False)
+    col = (keys.start + tl.arange(0, form.K.ROWS))[None, :]
+    return add_special(acc, visible_at(row, col, task), keys.v, form, False)
 
 
 @triton.jit(do_not_specialize=["numbers"])
-def repair_key_value_kernel(inputs, upstream, dk, dv, numbers, form: tl.constexpr, step: tl.constexpr, dstep: tl.constexpr):  # fmt: skip
+def repair_key_value_kernel(
+    inputs, upstream, dk, dv, numbers, form: tl.constexpr, step: tl.constexpr, dstep: tl.constexpr
+):
     """Overwrite one tile of `dk` and `dv` again unless both are finite."""
     batch, kv_head, tile = place(numbers, False)
     seq = sequence_of(batch, inputs, numbers, form)
     k_start = tile * form.K.ROWS
     if k_start >= seq.len_k:
         return
-    k_tile = load_tile(dk, row_at(dk, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.K, EDGE)
-    v_tile = load_tile(dv, row_at(dv, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.V, EDGE)
-    if is_finite(k_tile) & is_finite(v_tile):
+    dk_tile = load_tile(dk, row_at(dk, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.K, EDGE)
+    dv_tile = load_tile(dv, row_at(dv, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.V, EDGE)
+    if is_finite(dk_tile) & is_finite(dv_tile):
         return
-    k_tile = load_tile(inputs.k, row_at(inputs.k, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.K, EDGE)
-    v_tile = load_tile(inputs.v, row_at(inputs.v, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.V, EDGE)
+    task = Task(inputs, numbers, kv_head * form.GROUP, seq)
+    keys = load_keys(task, k_start, form, EDGE)
     dk_tile = tl.zeros((form.K.ROWS, form.K.WIDTH), tl.float32)
     dv_tile = tl.zeros((form.V.ROWS, form.V.WIDTH), tl.float32)
-    ranges = every_tile(query_ranges(k_start, Task(inputs, numbers, kv_head, seq), form), form.Q.ROWS)
-    for member in range(0, form.GROUP):
-        task = Task(inputs, numbers, kv_head * form.GROUP + member, seq)
-        for edge in range(0, ranges.edges):
-            q_start = edge_start(edge, ranges, form.Q.ROWS)
-            dk_tile, dv_tile = add_queries(dk_tile, dv_tile, k_tile, v_tile, q_start, k_start, task, upstream, form, step, dstep, EXACT)  # fmt: skip
-        for edge in range(0, ranges.edges):
-            q_start = edge_start(edge, ranges, form.Q.ROWS)
-            dk_tile, dv_tile = add_special_queries(dk_tile, dv_tile, q_start, k_start, task, upstream, form)
+    ranges = every_tile(query_ranges(k_start, task, form), form.Q.ROWS)
+    for head in range(kv_head * form.GROUP, (kv_head + 1) * form.GROUP):
+        task = Task(inputs, numbers, head, seq)
+        for edge in range(ranges.edges):
+            queries = load_queries(task, upstream, edge_start(edge, ranges, form.Q.ROWS), form, EDGE)
+            dk_tile, dv_tile = add_queries(dk_tile, dv_tile, queries, keys, task, form, step, dstep, EXACT)
+        for edge in range(ranges.edges):
+            queries = load_queries(task, upstream, edge_start(edge, ranges, form.Q.ROWS), form, EDGE)
+            dk_tile, dv_tile = add_special_queries(dk_tile, dv_tile, queries, k_start, task, form)
     dk_tile *= numbers.scale
     store_tile(dk_tile, dk, row_at(dk, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.K)
     store_tile(dv_tile, dv, row_at(dv, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.V)
 
 
 @triton.jit
-def add_special_queries(dk_tile, dv_tile, q_start, k_start, task, upstream, form: tl.constexpr):
+def add_special_queries(dk_tile, dv_tile, queries, k_start, task, form: tl.constexpr):
     """Add what is infinite or NaN in one tile of Q and of dO, where it is visible."""
-    seq = task.seq
-    q = task.inputs.q
-    dout = upstream.dout
-    row = (q_start + tl.arange(0, form.Q.ROWS))[None, :]
+    row = (queries.start + tl.arange(0, form.Q.ROWS))[None, :]
     col = (k_start + tl.arange(0, form.K.ROWS))[:, None]
     visible = visible_at(row, col, task)
-    q_tile = load_tile(q, row_at(q, seq.batch, task.head, seq.start_q), q_start, seq.len_q, form.Q, EDGE)
-    dout_tile = load_tile(dout, row_at(dout, seq.batch, task.head, seq.start_q), q_start, seq.len_q, form.OUT, EDGE)
-    return add_special(dk_tile, visible, q_tile, form, True), add_special(dv_tile, visible, dout_tile, form, False)
+    dk_tile = add_special(dk_tile, visible, queries.q, form, True)
+    return dk_tile, add_special(dv_tile, visible, queries.dout, form, False)
 
 
 @triton.jit(do_not_specialize=["numbers"])
-def repair_query_kernel(inputs, upstream, dq, dbias, numbers, form: tl.constexpr, step: tl.constexpr, dstep: tl.constexpr):  # fmt: skip
+def repair_query_kernel(
+    inputs, upstream, dq, dbias, numbers, form: tl.constexpr, step: tl.constexpr, dstep: tl.constexpr
+):
     """Overwrite one tile of `dq` again unless it is finite; `dbias` needs no repair, as no product hides in it."""
     batch, head, tile = place(numbers, True)
     seq = sequence_of(batch, inputs, numbers, form)
@@ -126,29 +123,22 @@ def repair_query_kernel(inputs, upstream, dq, dbias, numbers, form: tl.constexpr
         return
     if is_finite(load_tile(dq, row_at(dq, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q, EDGE)):
         return
-    dout = upstream.dout
-    q_tile = load_tile(inputs.q, row_at(inputs.q, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q, EDGE)
-    dout_tile = load_tile(dout, row_at(dout, seq.batch, head, seq.start_q), q_start, seq.len_q, form.OUT, EDGE)
-    lse = or_zero(load_rows(upstream.lse, task, q_start, EDGE, form.Q.ROWS))
-    delta = load_rows(upstream.delta, task, q_start, EDGE, form.Q.ROWS)
+    queries = load_queries(task, upstream, q_start, form, EDGE)
     dq_tile = tl.zeros((form.Q.ROWS, form.Q.WIDTH), tl.float32)
     ranges = every_tile(key_ranges(q_start, task, form), form.K.ROWS)
-    for edge in range(0, ranges.edges):
-        k_start = edge_start(edge, ranges, form.K.ROWS)
-        dq_tile = add_keys(dq_tile, q_tile, dout_tile, lse, delta, q_start, k_start, task, None, form, step, dstep, EXACT)
-    for edge in range(0, ranges.edges):
-        dq_tile = add_special_keys(dq_tile, q_start, edge_start(edge, ranges, form.K.ROWS), task, form)
+    for edge in range(ranges.edges):
+        keys = load_keys(task, edge_start(edge, ranges, form.K.ROWS), form, EDGE)
+        dq_tile = add_keys(dq_tile, queries, keys, task, None, form, step, dstep, EXACT)
+    for edge in range(ranges.edges):
+        keys = load_keys(task, edge_start(edge, ranges, form.K.ROWS), form, EDGE)
+        dq_tile = add_special_keys(dq_tile, q_start, keys, task, form)
     dq_tile *= numbers.scale
     store_tile(dq_tile, dq, row_at(dq, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q)
 
 
 @triton.jit
-def add_special_keys(dq_tile, q_start, k_start, task, form: tl.constexpr):
+def add_special_keys(dq_tile, q_start, keys, task, form: tl.constexpr):
     """Add what is infinite or NaN in one tile of K, where it is visible."""
-    k = task.inputs.k
-    seq = task.seq
     row = (q_start + tl.arange(0, form.Q.ROWS))[:, None]
-    col = (k_start + tl.arange(0, form.K.ROWS))[None, :]
-    first = row_at(k, seq.batch, task.head // form.GROUP, seq.start_k)
-    k_tile = load_tile(k, first, k_start, seq.len_k, form.K, EDGE)
-    return add_special(dq_tile, visible_at(row, col, task), k_tile, form, True)
+    col = (keys.start + tl.arange(0, form.K.ROWS))[None, :]
+    return add_special(dq_tile, visible_at(row, col, task), keys.k, form, True)

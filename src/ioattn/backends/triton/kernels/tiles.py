@@ -3,7 +3,6 @@
 The counterpart of `_Scores` in `backends/eager.py`. `row` and `col` are the numbers of queries and keys, of any two
 shapes that broadcast to a tile: the forward and dQ hold scores as `[Q, K]`, dK and dV as `[K, Q]`.
 """
-# mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
@@ -44,6 +43,24 @@ class Task(NamedTuple):
     numbers: Any
     head: Any
     seq: Any
+
+
+class Queries(NamedTuple):
+    """A tile of queries and what the backward knows of them."""
+
+    start: Any
+    q: Any
+    dout: Any
+    lse: Any
+    delta: Any
+
+
+class Keys(NamedTuple):
+    """A tile of keys and values."""
+
+    start: Any
+    k: Any
+    v: Any
 
 
 class Ranges(NamedTuple):
@@ -212,11 +229,42 @@ def load_rows(rows, task, start, KIND: tl.constexpr, TILE: tl.constexpr):
     """One number per query of a tile; 0 where there is no query."""
     row = start + tl.arange(0, TILE)
     pointers = row_at(rows, task.seq.batch, task.head, task.seq.start_q) + row.to(tl.int64) * rows.row
-    if KIND == FULL:
-        numbers = tl.load(pointers)
-    else:
-        numbers = tl.load(pointers, mask=row < task.seq.len_q, other=0.0)
-    return numbers.to(tl.float32)  # [TILE]
+    exists = None
+    other = None
+    if KIND != FULL:
+        exists = row < task.seq.len_q
+        other = 0.0
+    return tl.load(pointers, mask=exists, other=other).to(tl.float32)  # [TILE]
+
+
+@triton.jit
+def load_q(task, start, form: tl.constexpr, KIND: tl.constexpr):
+    """A tile of Q."""
+    q = task.inputs.q
+    first = row_at(q, task.seq.batch, task.head, task.seq.start_q)
+    return load_tile(q, first, start, task.seq.len_q, form.Q, KIND)
+
+
+@triton.jit
+def load_queries(task, upstream, start, form: tl.constexpr, KIND: tl.constexpr):
+    """A tile of queries; the LSE of one that saw nothing is 0, which makes exp(-inf - lse) 0 and not NaN."""
+    q = load_q(task, start, form, KIND)
+    first = row_at(upstream.dout, task.seq.batch, task.head, task.seq.start_q)
+    dout = load_tile(upstream.dout, first, start, task.seq.len_q, form.OUT, KIND)
+    lse = or_zero(load_rows(upstream.lse, task, start, KIND, form.Q.ROWS))
+    return Queries(start, q, dout, lse, load_rows(upstream.delta, task, start, KIND, form.Q.ROWS))
+
+
+@triton.jit
+def load_keys(task, start, form: tl.constexpr, KIND: tl.constexpr):
+    """A tile of keys and values."""
+    k = task.inputs.k
+    v = task.inputs.v
+    kv_head = task.head // form.GROUP
+    first_k = row_at(k, task.seq.batch, kv_head, task.seq.start_k)
+    first_v = row_at(v, task.seq.batch, kv_head, task.seq.start_k)
+    k_tile = load_tile(k, first_k, start, task.seq.len_k, form.K, KIND)
+    return Keys(start, k_tile, load_tile(v, first_v, start, task.seq.len_k, form.V, KIND))
 
 
 @triton.jit
