@@ -68,7 +68,7 @@ def kernels(sm: int, dtype: torch.dtype, dim: int, options: Options = Options(),
     given += launch.backward_arguments(problem, tensors, out, lse, out, None, lse, grads)
     for direction, group, arguments in zip(("forward", "delta", "key_value", "query", "bias"), groups, given, strict=False):
         for prepared in group:
-            bound = config.shared_bytes(problem, direction, prepared.tiles)
+            bound = config.shared_bytes(problem, direction, prepared.tiles, gpu(sm))
             yield Kernel(prepared.kernel.__name__, prepared, (*arguments, *prepared.constant), bound)
 
 

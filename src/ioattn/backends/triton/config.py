@@ -39,6 +39,11 @@ class Gpu(NamedTuple):
         """Whether the tensor cores read their operands from shared memory, or from registers."""
         return "wgmma" if self.capability[0] in (9, 10) else "mma"
 
+    @property
+    def tensor_memory(self) -> bool:
+        """Whether the tensor cores have a memory of their own for their sums."""
+        return self.capability[0] == 10
+
 
 class Row(NamedTuple):
     """The choices up to a width, the larger one of D and Dv padded to a power of two."""
@@ -104,17 +109,17 @@ TABLE: dict[tuple[Family, Direction, int], tuple[Row, ...]] = {
     ),
     ("mma", "forward", 4): (
         Row(64, (Tiles(64, 32, 4, 2, X6), Tiles(32, 32, 4, 1, X6)), "what registers hold, on six operands"),
-        Row(128, (Tiles(64, 16, 4, 2, X6), Tiles(32, 16, 4, 1, X6)), "what registers hold, on six operands"),
+        Row(128, (Tiles(64, 16, 8, 2, X6), Tiles(32, 16, 4, 1, X6)), "95 spills per step on sm_80; 176 with 4 warps"),
         Row(256, (Tiles(32, 16, 4, 1, X6),), "what registers hold, on six operands"),
     ),
     ("mma", "key_value", 4): (
-        Row(64, (Tiles(32, 64, 8, 1, X6), Tiles(16, 32, 4, 1, X6)), "what registers hold, on six operands"),
-        Row(128, (Tiles(16, 32, 4, 1, X6),), "what registers hold, on six operands"),
+        Row(64, (Tiles(32, 32, 4, 1, X6),), "no spills on sm_80; 64 keys spill 206 times per step"),
+        Row(128, (Tiles(16, 32, 8, 1, X6),), "3 spills per step on sm_80; 104 with 4 warps"),
         Row(256, (Tiles(16, 16, 4, 1, X6),), "what registers hold, on six operands"),
     ),
     ("mma", "query", 4): (
-        Row(64, (Tiles(64, 32, 8, 1, X6), Tiles(32, 16, 4, 1, X6)), "what registers hold, on six operands"),
-        Row(128, (Tiles(32, 16, 4, 1, X6),), "what registers hold, on six operands"),
+        Row(64, (Tiles(32, 32, 4, 1, X6),), "no spills on sm_80; 64 queries spill 69 times per step"),
+        Row(128, (Tiles(32, 16, 8, 1, X6),), "82 spills per step on sm_80; 129 with 4 warps"),
         Row(256, (Tiles(16, 16, 4, 1, X6),), "what registers hold, on six operands"),
     ),
 }
@@ -132,13 +137,16 @@ def choose(problem: Problem, direction: Direction, gpu: Gpu | None) -> Tiles:
     width = max(padded(problem.dim), padded(problem.dim_v))
     rows = TABLE[gpu.family, row_of, problem.dtype.itemsize]
     choices = next(row.choices for row in rows if width <= row.max_width)
-    tiles = next((t for t in choices if shared_bytes(problem, direction, t) <= gpu.shared_memory), choices[-1])
-    while shared_bytes(problem, direction, tiles) > gpu.shared_memory and _smaller(tiles) != tiles:
+    tiles = next((t for t in choices if shared_bytes(problem, direction, t, gpu) <= gpu.shared_memory), choices[-1])
+    while shared_bytes(problem, direction, tiles, gpu) > gpu.shared_memory and _smaller(tiles) != tiles:
         tiles = _smaller(tiles)
+    if gpu.tensor_memory and tiles.precision == X6:
+        # Triton 3.6 compiles some kernels with six bf16 products to nothing at all for sm_100.
+        tiles = tiles._replace(precision="tf32x3")
     return tiles
 
 
-def shared_bytes(problem: Problem, direction: Direction, tiles: Tiles) -> int:
+def shared_bytes(problem: Problem, direction: Direction, tiles: Tiles, gpu: Gpu) -> int:
     """Shared memory that the kernel needs at most: operands of products, once per stage where a loop loads them."""
     size = problem.dtype.itemsize
     q_rows, k_rows = (tile * (padded(problem.dim) + padded(problem.dim_v)) for tile in tiles[:2])
@@ -152,6 +160,9 @@ def shared_bytes(problem: Problem, direction: Direction, tiles: Tiles) -> int:
     if size == 4:
         # Operands in three bf16 parts, of which some go through shared memory; measured, rounded up.
         total += 2 * (scores + max(q_rows, k_rows))
+    if gpu.tensor_memory:
+        # Weights and dS on their way from registers to the tensor cores.
+        total += 1024 + 2 * scores * size
     return total
 
 

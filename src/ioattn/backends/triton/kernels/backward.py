@@ -16,6 +16,7 @@ from ioattn.backends.triton.kernels.tiles import (
     LOG2E,
     Task,
     clear_slack,
+    device,
     distance_at,
     dot,
     edge_start,
@@ -81,7 +82,7 @@ def key_value_kernel(inputs, upstream, dk, dv, numbers, form: tl.constexpr, step
     store_tile(dv_tile, dv, row_at(dv, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.V)
 
 
-@triton.jit
+@device
 def add_queries(
     dk_tile,
     dv_tile,
@@ -139,7 +140,7 @@ def query_kernel(inputs, upstream, dq, dbias, numbers, form: tl.constexpr, step:
     store_tile(dq_tile, dq, row_at(dq, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q)
 
 
-@triton.jit
+@device
 def add_keys(
     dq_tile, queries, keys, task, dbias, form: tl.constexpr, step: tl.constexpr, dstep: tl.constexpr, KIND: tl.constexpr
 ):
@@ -160,7 +161,7 @@ def add_keys(
     return dot(dproduct.to(keys.k.dtype), only_finite(keys.k, KIND), dq_tile, form)
 
 
-@triton.jit
+@device
 def dscores_of(raw, distance, operands, queries, keys, form: tl.constexpr, step: tl.constexpr):
     """The gradient of the finished scores of a tile, [Q, K], before the mask."""
     weights = tl.exp2((step(raw, distance, operands) - queries.lse[:, None]) * LOG2E)
@@ -205,7 +206,7 @@ def bias_kernel(
         tl.store(pointers, total.to(dbias.ptr.dtype.element_ty), mask=exists)
 
 
-@triton.jit
+@device
 def dscores_at(queries, keys, task, form: tl.constexpr, step: tl.constexpr):
     """The gradient of the finished scores of a tile, [Q, K]."""
     row = (queries.start + tl.arange(0, form.Q.ROWS))[:, None]

@@ -16,6 +16,7 @@ from ioattn.backends.triton.kernels.tiles import (
     LOG2E,
     Task,
     clear_slack,
+    device,
     distance_at,
     dot,
     edge_start,
@@ -58,7 +59,7 @@ def forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.const
     store_results(row_max, row_sum, acc, out, lse, q_start, task, form)
 
 
-@triton.jit
+@device
 def store_results(row_max, row_sum, acc, out, lse, q_start, task, form: tl.constexpr):
     """Divide by the sum of the weights and write `out` and `lse`."""
     seq = task.seq
@@ -72,7 +73,7 @@ def store_results(row_max, row_sum, acc, out, lse, q_start, task, form: tl.const
     tl.store(pointers, row_max + tl.log(row_sum), mask=row < seq.len_q)
 
 
-@triton.jit
+@device
 def attend(
     row_max, row_sum, acc, q_tile, q_start, k_start, task, form: tl.constexpr, step: tl.constexpr, KIND: tl.constexpr
 ):
@@ -97,7 +98,7 @@ def attend(
     return new_max, row_sum, acc
 
 
-@triton.jit
+@device
 def sink_or_nothing(task, form: tl.constexpr):
     """`row_max` and `row_sum` before the first key: a sink counts as one key whose value is zero."""
     row_max = tl.full((form.Q.ROWS,), -INF, tl.float32)
@@ -106,7 +107,7 @@ def sink_or_nothing(task, form: tl.constexpr):
     return row_max, (row_max != -INF).to(tl.float32)
 
 
-@triton.jit
+@device
 def clear_lse(lse, task, tile, TILE: tl.constexpr):
     """-inf for the rows behind the last packed sequence."""
     pointers = row_at(lse, 0, task.head, task.seq.start_q)

@@ -19,6 +19,7 @@ from ioattn.backends.triton.kernels.tiles import (
     EXACT,
     Task,
     add_special,
+    device,
     edge_start,
     every_tile,
     is_finite,
@@ -60,7 +61,7 @@ def repair_forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: t
     store_results(row_max, row_sum, acc, out, lse, q_start, task, form)
 
 
-@triton.jit
+@device
 def add_special_values(acc, q_start, keys, task, form: tl.constexpr):
     """Add what is infinite or NaN in one tile of V, where it is visible."""
     row = (q_start + tl.arange(0, form.Q.ROWS))[:, None]
@@ -100,7 +101,7 @@ def repair_key_value_kernel(
     store_tile(dv_tile, dv, row_at(dv, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.V)
 
 
-@triton.jit
+@device
 def add_special_queries(dk_tile, dv_tile, queries, k_start, task, form: tl.constexpr):
     """Add what is infinite or NaN in one tile of Q and of dO, where it is visible."""
     row = (queries.start + tl.arange(0, form.Q.ROWS))[None, :]
@@ -136,7 +137,7 @@ def repair_query_kernel(
     store_tile(dq_tile, dq, row_at(dq, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q)
 
 
-@triton.jit
+@device
 def add_special_keys(dq_tile, q_start, keys, task, form: tl.constexpr):
     """Add what is infinite or NaN in one tile of K, where it is visible."""
     row = (q_start + tl.arange(0, form.Q.ROWS))[:, None]

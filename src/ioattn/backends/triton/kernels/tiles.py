@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+device = (lambda function: function) if triton.knobs.runtime.interpret else triton.jit
+"""Decorates what kernels call. Not in the interpreter: it patches all of `tl` for each call of a decorated function."""
+
 LOG2E = tl.constexpr(1.4426950408889634)
 INF = tl.constexpr(float("inf"))
 
@@ -72,7 +75,7 @@ class Ranges(NamedTuple):
     edges: Any
 
 
-@triton.jit
+@device
 def place(numbers, LATE_ROWS_ARE_LONG: tl.constexpr):
     """(batch, head, tile) of this program: the tiles of one head are neighbours and find its data in the L2 cache."""
     program = tl.program_id(0)
@@ -84,7 +87,7 @@ def place(numbers, LATE_ROWS_ARE_LONG: tl.constexpr):
     return (at // numbers.heads).to(tl.int64), (at % numbers.heads).to(tl.int64), tile
 
 
-@triton.jit
+@device
 def sequence_of(batch, inputs, numbers, form: tl.constexpr):
     """Sequence number `batch`; number `numbers.batch` of a packed call is the slack behind the last one."""
     start_q = batch * 0
@@ -106,7 +109,7 @@ def sequence_of(batch, inputs, numbers, form: tl.constexpr):
     return Sequence(batch, start_q, start_k, len_q, len_k, shift)
 
 
-@triton.jit
+@device
 def key_ranges(q_start, task, form: tl.constexpr):
     """The key tiles that the queries of the tile at `q_start` see."""
     band = task.numbers.band
@@ -115,7 +118,7 @@ def key_ranges(q_start, task, form: tl.constexpr):
     return ranges_of(band.lo, band.hi, seq.shift, q_start, last, seq.len_k, task.inputs.mask, form.K.ROWS)
 
 
-@triton.jit
+@device
 def query_ranges(k_start, task, form: tl.constexpr):
     """The query tiles that see the keys of the tile at `k_start`: the same closed forms, the band mirrored."""
     band = task.numbers.band
@@ -130,7 +133,7 @@ def query_ranges(k_start, task, form: tl.constexpr):
     return ranges_of(lo, hi, -seq.shift, k_start, last, seq.len_q, task.inputs.mask, form.Q.ROWS)
 
 
-@triton.jit
+@device
 def ranges_of(lo, hi, shift, first, last, n, mask, TILE: tl.constexpr):
     """`Band.key_range` and `Band.full_key_range` of rows `first` to `last`, in whole tiles of TILE of the n columns."""
     start = first * 0
@@ -156,27 +159,27 @@ def ranges_of(lo, hi, shift, first, last, n, mask, TILE: tl.constexpr):
     return Ranges(start, full_start, full_end, edges)
 
 
-@triton.jit
+@device
 def edge_start(index, ranges, TILE: tl.constexpr):
     """Where edge number `index` starts: first those before the full tiles, then those behind them."""
     at = ranges.start + index * TILE
     return at + tl.where(at >= ranges.full_start, ranges.full_end - ranges.full_start, 0)
 
 
-@triton.jit
+@device
 def every_tile(ranges, TILE: tl.constexpr):
     """The same tiles, all of them edges."""
     edges = ranges.edges + (ranges.full_end - ranges.full_start) // TILE
     return Ranges(ranges.start, ranges.start, ranges.start, edges)
 
 
-@triton.jit
+@device
 def row_at(matrix, batch, head, row):
     """The address of a row."""
     return matrix.ptr + batch * matrix.batch + head * matrix.head + row * matrix.row
 
 
-@triton.jit
+@device
 def pointers_at(matrix, first, start, box: tl.constexpr):
     """The addresses of the tile that starts at row `start` behind row `first`."""
     row = tl.arange(0, box.ROWS)[:, None]
@@ -187,7 +190,7 @@ def pointers_at(matrix, first, start, box: tl.constexpr):
     return first + tl.cast(start, tl.int64) * matrix.row + (row * matrix.row + column * matrix.column)
 
 
-@triton.jit
+@device
 def exists_at(start, n, box: tl.constexpr):
     """Which elements of the tile exist in a matrix of n rows."""
     exists = (start + tl.arange(0, box.ROWS) < n)[:, None]
@@ -196,7 +199,7 @@ def exists_at(start, n, box: tl.constexpr):
     return exists
 
 
-@triton.jit
+@device
 def load_tile(matrix, first, start, n, box: tl.constexpr, KIND: tl.constexpr):
     """The tile that starts at row `start` behind row `first`; what does not exist is 0."""
     pointers = pointers_at(matrix, first, start, box)
@@ -209,14 +212,14 @@ def load_tile(matrix, first, start, n, box: tl.constexpr, KIND: tl.constexpr):
     return tile  # [ROWS, WIDTH]
 
 
-@triton.jit
+@device
 def store_tile(value, matrix, first, start, n, box: tl.constexpr):
     """Overwrite what exists of a tile, in the matrix's type."""
     pointers = pointers_at(matrix, first, start, box)
     tl.store(pointers, value.to(matrix.ptr.dtype.element_ty), mask=exists_at(start, n, box))
 
 
-@triton.jit
+@device
 def clear_slack(matrix, start, end, head, tile, numbers, box: tl.constexpr):
     """Zero the rows `[start, end)` behind the last packed sequence; the launch's tiles share them."""
     first = row_at(matrix, 0, head, 0)
@@ -224,7 +227,7 @@ def clear_slack(matrix, start, end, head, tile, numbers, box: tl.constexpr):
         store_tile(tl.zeros((box.ROWS, box.WIDTH), tl.float32), matrix, first, at, end, box)
 
 
-@triton.jit
+@device
 def load_rows(rows, task, start, KIND: tl.constexpr, TILE: tl.constexpr):
     """One number per query of a tile; 0 where there is no query."""
     row = start + tl.arange(0, TILE)
@@ -237,7 +240,7 @@ def load_rows(rows, task, start, KIND: tl.constexpr, TILE: tl.constexpr):
     return tl.load(pointers, mask=exists, other=other).to(tl.float32)  # [TILE]
 
 
-@triton.jit
+@device
 def load_q(task, start, form: tl.constexpr, KIND: tl.constexpr):
     """A tile of Q."""
     q = task.inputs.q
@@ -245,7 +248,7 @@ def load_q(task, start, form: tl.constexpr, KIND: tl.constexpr):
     return load_tile(q, first, start, task.seq.len_q, form.Q, KIND)
 
 
-@triton.jit
+@device
 def load_queries(task, upstream, start, form: tl.constexpr, KIND: tl.constexpr):
     """A tile of queries; the LSE of one that saw nothing is 0, which makes exp(-inf - lse) 0 and not NaN."""
     q = load_q(task, start, form, KIND)
@@ -255,7 +258,7 @@ def load_queries(task, upstream, start, form: tl.constexpr, KIND: tl.constexpr):
     return Queries(start, q, dout, lse, load_rows(upstream.delta, task, start, KIND, form.Q.ROWS))
 
 
-@triton.jit
+@device
 def load_keys(task, start, form: tl.constexpr, KIND: tl.constexpr):
     """A tile of keys and values."""
     k = task.inputs.k
@@ -267,7 +270,7 @@ def load_keys(task, start, form: tl.constexpr, KIND: tl.constexpr):
     return Keys(start, k_tile, load_tile(v, first_v, start, task.seq.len_k, form.V, KIND))
 
 
-@triton.jit
+@device
 def visible_at(row, col, task):
     """Which scores count."""
     band = task.numbers.band
@@ -284,7 +287,7 @@ def visible_at(row, col, task):
     return visible
 
 
-@triton.jit
+@device
 def distance_at(row, col, task):
     """abs(i + Nk - Nq - j) where a term asks for it."""
     distance = 0.0
@@ -293,7 +296,7 @@ def distance_at(row, col, task):
     return distance
 
 
-@triton.jit
+@device
 def operands_at(row, col, task):
     """The operands of the score terms, in the terms' order."""
     operands = ()
@@ -309,7 +312,7 @@ def operands_at(row, col, task):
     return operands
 
 
-@triton.jit
+@device
 def dot(a, b, acc, form: tl.constexpr):
     """a @ b, added to acc where there is one, in float32."""
     if form.UPCAST:
@@ -318,7 +321,7 @@ def dot(a, b, acc, form: tl.constexpr):
     return tl.dot(a, b, acc, input_precision=form.PRECISION)
 
 
-@triton.jit
+@device
 def only_finite(values, KIND: tl.constexpr):
     """The values of a product with weights; in an exact tile 0 for NaN and inf, which `add_special` adds later."""
     if KIND == EXACT:
@@ -326,7 +329,7 @@ def only_finite(values, KIND: tl.constexpr):
     return values
 
 
-@triton.jit
+@device
 def add_special(acc, visible, values, form: tl.constexpr, SIGNED: tl.constexpr):
     """What visible NaN and inf among the values make of a sum over the finite ones, as IEEE has it.
 
@@ -342,26 +345,26 @@ def add_special(acc, visible, values, form: tl.constexpr, SIGNED: tl.constexpr):
     return acc
 
 
-@triton.jit
+@device
 def sees(visible, special, DTYPE: tl.constexpr, form: tl.constexpr):
     """Which sums have a special value among their visible ones."""
     return dot(visible.to(DTYPE), special.to(DTYPE), None, form) > 0
 
 
-@triton.jit
+@device
 def is_finite(x):
     """Whether every element of a tile is a finite number."""
     # One reduction over both axes: one after the other did not compile for sm_100 in Triton 3.6.
     return tl.max(((tl.abs(x) < INF) == 0).to(tl.int32)) == 0
 
 
-@triton.jit
+@device
 def or_zero(x):
     """-inf becomes 0, so that exp(-inf - max) of a row that has seen nothing is 0 and not exp(-inf + inf)."""
     return tl.where(x == -INF, 0.0, x)
 
 
-@triton.jit
+@device
 def tanh(x):
     """The hyperbolic tangent; near 0, where 1 - exp(-2 |x|) cancels, its series up to x^7."""
     square = x * x
