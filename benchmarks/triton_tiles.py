@@ -18,31 +18,108 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
-import ioattn
 import torch
+from torch import Tensor
+
+import ioattn
 from ioattn.backends.triton import config, launch
 from ioattn.backends.triton.config import Tiles
-from torch import Tensor
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 CANDIDATES: dict[tuple[str, str, int], list[Tiles]] = {
-    ("forward", "bf16", 64): [Tiles(128, 64, 4, 3), Tiles(128, 128, 8, 2), Tiles(128, 64, 4, 2), Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 3), Tiles(128, 128, 4, 2)],
-    ("forward", "bf16", 128): [Tiles(128, 128, 8, 2), Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2), Tiles(128, 64, 4, 2), Tiles(64, 64, 4, 2)],
+    ("forward", "bf16", 64): [
+        Tiles(128, 64, 4, 3),
+        Tiles(128, 128, 8, 2),
+        Tiles(128, 64, 4, 2),
+        Tiles(128, 64, 8, 3),
+        Tiles(64, 64, 4, 3),
+        Tiles(128, 128, 4, 2),
+    ],
+    ("forward", "bf16", 128): [
+        Tiles(128, 128, 8, 2),
+        Tiles(128, 64, 8, 3),
+        Tiles(128, 64, 8, 2),
+        Tiles(128, 64, 4, 2),
+        Tiles(64, 64, 4, 2),
+    ],
     ("forward", "bf16", 256): [Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 2), Tiles(64, 64, 4, 2)],
-    ("key_value", "bf16", 64): [Tiles(64, 128, 8, 2), Tiles(64, 128, 8, 3), Tiles(32, 128, 8, 2), Tiles(32, 128, 4, 2), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 3)],
-    ("key_value", "bf16", 128): [Tiles(64, 128, 8, 2), Tiles(64, 128, 8, 1), Tiles(32, 128, 8, 2), Tiles(64, 64, 8, 2), Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 2)],
+    ("key_value", "bf16", 64): [
+        Tiles(64, 128, 8, 2),
+        Tiles(64, 128, 8, 3),
+        Tiles(32, 128, 8, 2),
+        Tiles(32, 128, 4, 2),
+        Tiles(64, 64, 4, 2),
+        Tiles(64, 64, 4, 3),
+    ],
+    ("key_value", "bf16", 128): [
+        Tiles(64, 128, 8, 2),
+        Tiles(64, 128, 8, 1),
+        Tiles(32, 128, 8, 2),
+        Tiles(64, 64, 8, 2),
+        Tiles(64, 64, 4, 2),
+        Tiles(32, 64, 4, 2),
+    ],
     ("key_value", "bf16", 256): [Tiles(32, 64, 8, 2), Tiles(64, 64, 8, 1), Tiles(32, 64, 4, 1)],
-    ("query", "bf16", 64): [Tiles(128, 128, 8, 2), Tiles(128, 64, 8, 3), Tiles(128, 64, 4, 2), Tiles(64, 64, 4, 3), Tiles(128, 64, 8, 2)],
-    ("query", "bf16", 128): [Tiles(128, 64, 8, 2), Tiles(64, 128, 8, 2), Tiles(64, 64, 4, 2), Tiles(128, 32, 8, 2), Tiles(128, 128, 8, 1)],
+    ("query", "bf16", 64): [
+        Tiles(128, 128, 8, 2),
+        Tiles(128, 64, 8, 3),
+        Tiles(128, 64, 4, 2),
+        Tiles(64, 64, 4, 3),
+        Tiles(128, 64, 8, 2),
+    ],
+    ("query", "bf16", 128): [
+        Tiles(128, 64, 8, 2),
+        Tiles(64, 128, 8, 2),
+        Tiles(64, 64, 4, 2),
+        Tiles(128, 32, 8, 2),
+        Tiles(128, 128, 8, 1),
+    ],
     ("query", "bf16", 256): [Tiles(64, 64, 8, 2), Tiles(128, 32, 8, 1), Tiles(64, 32, 8, 2)],
-    ("forward", "fp32", 64): [Tiles(128, 64, 8, 2, "bf16x6"), Tiles(128, 32, 4, 2, "bf16x6"), Tiles(64, 64, 4, 2, "bf16x6"), Tiles(128, 32, 8, 2, "bf16x6"), Tiles(64, 32, 4, 2, "bf16x6"), Tiles(128, 64, 8, 2, "tf32x3")],
-    ("forward", "fp32", 128): [Tiles(128, 32, 8, 2, "bf16x6"), Tiles(64, 32, 4, 2, "bf16x6"), Tiles(128, 64, 8, 1, "bf16x6"), Tiles(64, 32, 4, 1, "bf16x6"), Tiles(128, 32, 8, 2, "tf32x3")],
-    ("key_value", "fp32", 64): [Tiles(32, 128, 8, 2, "bf16x6"), Tiles(32, 64, 4, 2, "bf16x6"), Tiles(32, 128, 8, 1, "bf16x6"), Tiles(16, 128, 8, 2, "bf16x6"), Tiles(32, 64, 8, 2, "bf16x6"), Tiles(32, 128, 8, 2, "tf32x3")],
-    ("key_value", "fp32", 128): [Tiles(16, 64, 8, 2, "bf16x6"), Tiles(16, 64, 4, 2, "bf16x6"), Tiles(16, 128, 8, 1, "bf16x6"), Tiles(32, 64, 8, 1, "bf16x6"), Tiles(16, 64, 4, 1, "tf32x3")],
-    ("query", "fp32", 64): [Tiles(64, 32, 4, 2, "bf16x6"), Tiles(128, 32, 8, 2, "bf16x6"), Tiles(64, 64, 8, 2, "bf16x6"), Tiles(64, 32, 4, 2, "tf32x3")],
-    ("query", "fp32", 128): [Tiles(64, 32, 8, 2, "bf16x6"), Tiles(64, 16, 4, 2, "bf16x6"), Tiles(64, 32, 4, 1, "bf16x6"), Tiles(128, 16, 8, 2, "bf16x6"), Tiles(64, 32, 8, 2, "tf32x3")],
-}  # fmt: skip
+    ("forward", "fp32", 64): [
+        Tiles(128, 64, 8, 2, "bf16x6"),
+        Tiles(128, 32, 4, 2, "bf16x6"),
+        Tiles(64, 64, 4, 2, "bf16x6"),
+        Tiles(128, 32, 8, 2, "bf16x6"),
+        Tiles(64, 32, 4, 2, "bf16x6"),
+        Tiles(128, 64, 8, 2, "tf32x3"),
+    ],
+    ("forward", "fp32", 128): [
+        Tiles(128, 32, 8, 2, "bf16x6"),
+        Tiles(64, 32, 4, 2, "bf16x6"),
+        Tiles(128, 64, 8, 1, "bf16x6"),
+        Tiles(64, 32, 4, 1, "bf16x6"),
+        Tiles(128, 32, 8, 2, "tf32x3"),
+    ],
+    ("key_value", "fp32", 64): [
+        Tiles(32, 128, 8, 2, "bf16x6"),
+        Tiles(32, 64, 4, 2, "bf16x6"),
+        Tiles(32, 128, 8, 1, "bf16x6"),
+        Tiles(16, 128, 8, 2, "bf16x6"),
+        Tiles(32, 64, 8, 2, "bf16x6"),
+        Tiles(32, 128, 8, 2, "tf32x3"),
+    ],
+    ("key_value", "fp32", 128): [
+        Tiles(16, 64, 8, 2, "bf16x6"),
+        Tiles(16, 64, 4, 2, "bf16x6"),
+        Tiles(16, 128, 8, 1, "bf16x6"),
+        Tiles(32, 64, 8, 1, "bf16x6"),
+        Tiles(16, 64, 4, 1, "tf32x3"),
+    ],
+    ("query", "fp32", 64): [
+        Tiles(64, 32, 4, 2, "bf16x6"),
+        Tiles(128, 32, 8, 2, "bf16x6"),
+        Tiles(64, 64, 8, 2, "bf16x6"),
+        Tiles(64, 32, 4, 2, "tf32x3"),
+    ],
+    ("query", "fp32", 128): [
+        Tiles(64, 32, 8, 2, "bf16x6"),
+        Tiles(64, 16, 4, 2, "bf16x6"),
+        Tiles(64, 32, 4, 1, "bf16x6"),
+        Tiles(128, 16, 8, 2, "bf16x6"),
+        Tiles(64, 32, 8, 2, "tf32x3"),
+    ],
+}
 
 MATMULS = {"forward": 2, "key_value": 4, "query": 3}
 
@@ -73,18 +150,23 @@ def call(job: Job, length: int, batch: int, heads: int) -> Callable[[], None]:
     config.choose = lambda p, d, g: job.tiles if d == job.direction else choose(p, d, g)
     try:
         if job.direction == "forward":
-            kernels = launch.prepare_forward(problem, tensors, out, launch._gpu(q.device))
+            kernels = launch.prepare_forward(problem, tensors, out, launch.gpu_of(q.device))
             arguments = launch.forward_arguments(problem, tensors, out, lse)
         else:
             launch.forward(problem, tensors, out, lse)
             grads = ioattn.problem.Gradients(*(torch.empty_like(x) for x in (q, k, v)))
             at = 1 if job.direction == "key_value" else 2
-            kernels = launch.prepare_backward(problem, tensors, out, out, grads, launch._gpu(q.device))[at]
+            kernels = launch.prepare_backward(problem, tensors, out, out, grads, launch.gpu_of(q.device))[at]
             delta = torch.zeros_like(lse)
             arguments = launch.backward_arguments(problem, tensors, out, lse, out, None, delta, grads)[at]
     finally:
         config.choose = choose
-    return lambda: [kernel(arguments) for kernel in kernels][0]
+    return lambda: run_all(kernels, arguments)
+
+
+def run_all(kernels: list[launch.Prepared], arguments: tuple[Any, ...]) -> None:
+    for kernel in kernels:
+        kernel(arguments)
 
 
 def compile_job(job: Job) -> tuple[Job, str | None]:

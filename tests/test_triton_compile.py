@@ -1,4 +1,4 @@
-"""The Triton kernels compiled for GPUs that are not here: shared memory, registers, spills, tensor core instructions."""
+"""The Triton kernels compiled for GPUs that are not here: shared memory, spills, tensor core instructions."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+
 from ioattn.problem import Gradients, Options, Problem, Tensors
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 if triton.knobs.runtime.interpret:
     pytest.skip("TRITON_INTERPRET is set: nothing is compiled", allow_module_level=True)
 
-from ioattn.backends.triton import config, launch  # noqa: E402
-from ioattn.backends.triton.config import Gpu  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
+
+from ioattn.backends.triton import config, launch  # noqa: E402
+from ioattn.backends.triton.config import Gpu  # noqa: E402
 
 # Compute capability: shared memory that one program may use (CUDA C++ Programming Guide, technical specifications).
 GPUS = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
@@ -44,6 +46,10 @@ class Kernel(NamedTuple):
     shared_bound: int
 
 
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
 def gpu(sm: int) -> Gpu:
     return Gpu(divmod(sm, 10), GPUS[sm])
 
@@ -51,22 +57,21 @@ def gpu(sm: int) -> Gpu:
 def kernels(sm: int, dtype: torch.dtype, dim: int, options: Options = Options(), **extras: Any) -> Iterator[Kernel]:  # noqa: B008
     """Every kernel of the forward and the backward of one problem, on tensors without memory."""
 
-    def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
     packed = "cu_seqlens_q" in extras
     shape = (4096, 8, dim) if packed else (2, 8, 2048, dim)
     kv_shape = (4096, 4, dim) if packed else (2, 4, 2048, dim)
-    tensors = Tensors(empty(*shape), empty(*kv_shape), empty(*kv_shape), **extras)
+    q, k, v = (empty(*sizes, dtype=dtype) for sizes in (shape, kv_shape, kv_shape))
+    tensors = Tensors(q, k, v, **extras)
     problem = Problem.of(tensors, options)
-    out, lse = empty(*shape), empty(*((8, 4096) if packed else shape[:3]), dtype=torch.float32)
+    out, lse = torch.empty_like(q), empty(*((8, 4096) if packed else shape[:3]))
     dbias = None if tensors.bias is None else torch.empty_like(tensors.bias)
-    grads = Gradients(empty(*shape), empty(*kv_shape), empty(*kv_shape), dbias)
+    grads = Gradients(*map(torch.empty_like, (q, k, v)), dbias)
     groups = [launch.prepare_forward(problem, tensors, out, gpu(sm))]
     groups += launch.prepare_backward(problem, tensors, out, out, grads, gpu(sm))
     given = [launch.forward_arguments(problem, tensors, out, lse)]
     given += launch.backward_arguments(problem, tensors, out, lse, out, None, lse, grads)
-    for direction, group, arguments in zip(("forward", "delta", "key_value", "query", "bias"), groups, given, strict=False):
+    directions = ("forward", "delta", "key_value", "query", "bias")
+    for direction, group, arguments in zip(directions, groups, given, strict=False):
         for prepared in group:
             bound = config.shared_bytes(problem, direction, prepared.tiles, gpu(sm))
             yield Kernel(prepared.kernel.__name__, prepared, (*arguments, *prepared.constant), bound)
@@ -85,7 +90,9 @@ def compile_for(sm: int, kernel: Kernel) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=kernel.prepared.options)
 
 
-def describe(value: Any, path: tuple[int, ...], specialize: bool, constants: dict[Any, Any], attributes: dict[Any, Any]) -> Any:  # fmt: skip
+def describe(
+    value: Any, path: tuple[int, ...], specialize: bool, constants: dict[Any, Any], attributes: dict[Any, Any]
+) -> Any:
     """Triton's type of an argument; what it takes as constant or as divisible by 16 goes to the dictionaries."""
     if isinstance(value, torch.Tensor):
         attributes[path] = [["tt.divisibility", 16]]
@@ -143,6 +150,10 @@ CASES: dict[str, tuple[torch.dtype, int]] = {
     "fp32 D64": (torch.float32, 64),
 }
 
+# Per step of the innermost loop. The rest of the accumulators' 128 registers per thread is too little for this one.
+MAX_SPILLS = 16
+KNOWN_SPILLS = {("bf16 D128", 90, "key_value_kernel"): 110}
+
 
 @pytest.mark.parametrize("sm", GPUS)
 @pytest.mark.parametrize("case", CASES)
@@ -152,7 +163,55 @@ def test_causal_kernels_fit(case: str, sm: int, tmp_path: Path) -> None:
             continue
         compiled = compile_for(sm, kernel)
         machine = machine_of(compiled, tmp_path)
-        print(kernel.name, tuple(kernel.prepared.tiles), compiled.metadata.shared, kernel.shared_bound, machine[:2], machine.spills_in_loops())
         assert compiled.metadata.shared <= kernel.shared_bound <= GPUS[sm], kernel
-        if kernel.name != "delta_kernel":
-            assert any(TENSOR_CORES[sm] in i for _, i in machine.code)
+        if kernel.name == "delta_kernel":
+            assert machine.stack == 0
+            continue
+        assert any(TENSOR_CORES[sm] in instruction for _, instruction in machine.code), kernel
+        if sm != 100:  # its loops wait for the tensor cores in loops of their own
+            allowed = KNOWN_SPILLS.get((case, sm, kernel.name), MAX_SPILLS)
+            assert machine.spills_in_loops() <= allowed, kernel
+
+
+PACKED = {"cu_seqlens_q": empty(9, dtype=torch.int32), "cu_seqlens_k": empty(9, dtype=torch.int32)}
+
+FEATURES: dict[str, tuple[Options, dict[str, torch.Tensor]]] = {
+    "window": (Options(lo=-100, hi=20), {}),
+    "softcap and ALiBi": (Options(hi=0, softcap=20.0), {"alibi_slopes": empty(8)}),
+    "bias": (Options(), {"bias": empty(2, 8, 2048, 2048)}),
+    "repeated bias and sinks": (Options(), {"bias": empty(1, 8, 1, 2048), "sinks": empty(8)}),
+    "mask": (Options(), {"mask": empty(2, 1, 2048, 2048, dtype=torch.bool)}),
+    "packed": (Options(hi=0, max_seqlen_q=900, max_seqlen_k=900), PACKED),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_feature_compiles(feature: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    options, extras = FEATURES[feature]
+    for kernel in kernels(90, dtype, 64, options, **extras):
+        compiled = compile_for(90, kernel)
+        assert compiled.metadata.shared <= kernel.shared_bound <= GPUS[90], kernel
+        assert len(machine_of(compiled, tmp_path).code) > 100, kernel
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_the_widest_heads_compile(dtype: torch.dtype) -> None:
+    for kernel in kernels(90, dtype, 256):
+        assert compile_for(90, kernel).metadata.shared <= kernel.shared_bound <= GPUS[90], kernel
+
+
+@pytest.mark.parametrize("shared_memory", [64 * 1024, *GPUS.values()])
+@pytest.mark.parametrize("dim", [16, 64, 80, 128, 192, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_tiles_fit_in_shared_memory_by_construction(dtype: torch.dtype, dim: int, shared_memory: int) -> None:
+    """Also where a GPU has less than any that the table was made for; where nothing fits, the backend objects."""
+    x, bias = empty(1, 1, 300, dim, dtype=dtype), empty(1, 1, 300, 300)
+    problem = Problem.of(Tensors(x, x, x, bias, bias.bool()), Options())
+    for capability in ((8, 0), (9, 0), (10, 0)):
+        small = Gpu(capability, shared_memory)
+        directions = ("forward", "delta", "key_value", "query", "bias")
+        tiles = {direction: config.choose(problem, direction, small) for direction in directions}
+        needs = [config.shared_bytes(problem, direction, tiles[direction], small) for direction in directions]
+        assert (max(needs) > shared_memory) == bool(config.objections(problem, small))
+        assert max(needs) <= shared_memory or (dtype == torch.float32 and dim > 128 and shared_memory < 99 * 1024)

@@ -56,7 +56,7 @@ def objections(problem: Problem) -> list[str]:
     tiles = math.ceil(max(problem.len_q, problem.len_k) / 16)
     if (problem.batch + 1) * problem.heads * tiles > MAX_PROGRAMS:
         reasons.append(f"{problem.batch} x {problem.heads} heads of {tiles} tiles are too many programs of one launch")
-    return reasons + _device_objections(problem.device)
+    return reasons or _device_objections(problem)
 
 
 def forward(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None:
@@ -75,9 +75,10 @@ def backward(
     launch.backward(problem, tensors, out, lse, dout, dlse, grads)
 
 
-def _device_objections(device: torch.device) -> list[str]:
-    from ioattn.backends.triton import launch
+def _device_objections(problem: Problem) -> list[str]:
+    from ioattn.backends.triton import config, launch
 
+    device = problem.device
     if launch.INTERPRETED:
         return []
     if device.type != "cuda":
@@ -85,4 +86,4 @@ def _device_objections(device: torch.device) -> list[str]:
     if torch.version.hip is None and torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
         major, minor = torch.cuda.get_device_capability(device)
         return [f"compute capability is {major}.{minor}; this backend needs {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]}"]
-    return []
+    return config.objections(problem, launch.gpu_of(device))

@@ -6,7 +6,7 @@ GPU's shared memory is taken, and where none fits the last one is halved until i
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from ioattn.backends.triton.arguments import padded
 from ioattn.problem import Problem
@@ -146,8 +146,20 @@ def choose(problem: Problem, direction: Direction, gpu: Gpu | None) -> Tiles:
     return tiles
 
 
+def objections(problem: Problem, gpu: Gpu | None) -> list[str]:
+    """Why not even the smallest tiles fit on this GPU, if so."""
+    if gpu is None:
+        return []
+    needs = max(shared_bytes(problem, kernel, choose(problem, kernel, gpu), gpu) for kernel in get_args(Direction))
+    if needs <= gpu.shared_memory:
+        return []
+    return [f"the smallest tiles need {needs} bytes of shared memory; this GPU has {gpu.shared_memory} per program"]
+
+
 def shared_bytes(problem: Problem, direction: Direction, tiles: Tiles, gpu: Gpu) -> int:
     """Shared memory that the kernel needs at most: operands of products, once per stage where a loop loads them."""
+    if direction == "delta":
+        return 8 * tiles.q_tile * tiles.num_warps
     size = problem.dtype.itemsize
     q_rows, k_rows = (tile * (padded(problem.dim) + padded(problem.dim_v)) for tile in tiles[:2])
     walked, kept = (q_rows, k_rows) if direction == "key_value" else (k_rows, q_rows)

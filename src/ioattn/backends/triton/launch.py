@@ -71,7 +71,7 @@ class Prepared:
 def forward(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None:
     """Write softmax(S) V to `out` and log(rowsum(exp(S))) to `lse`."""
     key = ("forward", id(problem), *map(_layout, tensors), _layout(out))
-    prepared = _remember(key, problem, lambda: prepare_forward(problem, tensors, out, _gpu(problem.device)))
+    prepared = _remember(key, problem, lambda: prepare_forward(problem, tensors, out, gpu_of(problem.device)))
     with _on(problem.device):
         arguments = forward_arguments(problem, tensors, out, lse)
         for kernel in prepared:
@@ -85,7 +85,7 @@ def backward(
     delta = torch.empty_like(lse)
     key = ("backward", id(problem), *map(_layout, (*tensors, out, dout, dlse, *grads)))
     prepared = _remember(
-        key, problem, lambda: prepare_backward(problem, tensors, out, dout, grads, _gpu(problem.device))
+        key, problem, lambda: prepare_backward(problem, tensors, out, dout, grads, gpu_of(problem.device))
     )
     with _on(problem.device):
         if grads.dbias is not None:
@@ -116,7 +116,8 @@ def _with_repair(
     # The tiles of one sequence more clear what lies behind the last packed one.
     prepared = [Prepared(main, tiles_per_sequence * (problem.batch + problem.packed), constant, tiles)]
     if problem.band.bounded or problem.mask is not None:
-        prepared.append(Prepared(repair, tiles_per_sequence * problem.batch, constant, tiles))
+        # Without a pipeline, so that it needs no more shared memory than the kernel that it repairs.
+        prepared.append(Prepared(repair, tiles_per_sequence * problem.batch, constant, tiles._replace(num_stages=1)))
     return prepared
 
 
@@ -270,6 +271,8 @@ def _compiled(function: Function) -> Function:
         return function
     scope = function.__globals__
     if "slot" in scope:
+        # Triton tells functions apart by name and types: folded steps of two terms need two names.
+        function.__qualname__ = f"{function.__name__}_{scope['slot']}"
         # Of numbers, a Triton function may read only those globals that say that they are constant.
         scope["slot"] = tl.constexpr(scope["slot"])
     return cast(Function, triton.jit(function))
@@ -304,7 +307,8 @@ def _layout(x: Tensor | None) -> Any:
 
 
 @lru_cache
-def _gpu(device: torch.device) -> Gpu | None:
+def gpu_of(device: torch.device) -> Gpu | None:
+    """What tiles are chosen for; None in the interpreter."""
     if INTERPRETED:
         return None
     shared_memory = triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
