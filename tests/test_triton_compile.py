@@ -26,7 +26,7 @@ from ioattn.backends.triton.config import Gpu  # noqa: E402
 # Compute capability: shared memory that one program may use (CUDA C++ Programming Guide, technical specifications).
 GPUS = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 
-TENSOR_CORES = {80: "HMMA", 89: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
+TENSOR_CORES = {80: "HMMA", 89: "HMMA", 90: "HGMMA", 100: "HMMA", 120: "HMMA"}
 
 POINTERS = {
     torch.float16: "*fp16",
@@ -72,8 +72,8 @@ def kernels(sm: int, dtype: torch.dtype, dim: int, options: Options = Options(),
     given += launch.backward_arguments(problem, tensors, out, lse, out, None, lse, grads)
     directions = ("forward", "delta", "key_value", "query", "bias")
     for direction, group, arguments in zip(directions, groups, given, strict=False):
+        bound = config.shared_bytes(problem, direction, group[0].tiles, gpu(sm))
         for prepared in group:
-            bound = config.shared_bytes(problem, direction, prepared.tiles, gpu(sm))
             yield Kernel(prepared.kernel.__name__, prepared, (*arguments, *prepared.constant), bound)
 
 

@@ -140,9 +140,10 @@ def choose(problem: Problem, direction: Direction, gpu: Gpu | None) -> Tiles:
     tiles = next((t for t in choices if shared_bytes(problem, direction, t, gpu) <= gpu.shared_memory), choices[-1])
     while shared_bytes(problem, direction, tiles, gpu) > gpu.shared_memory and _smaller(tiles) != tiles:
         tiles = _smaller(tiles)
-    if gpu.tensor_memory and tiles.precision == X6:
-        # Triton 3.6 compiles some kernels with six bf16 products to nothing at all for sm_100.
-        tiles = tiles._replace(precision="tf32x3")
+    if gpu.tensor_memory and problem.dtype.itemsize == 4:
+        # Triton 3.6 compiles some float32 kernels to nothing at all for sm_100, not so where 32 rows keep it off that
+        # GPU's newer instructions.
+        tiles = Tiles(min(tiles.q_tile, 32), min(tiles.k_tile, 32), 4, 1, tiles.precision)
     return tiles
 
 
