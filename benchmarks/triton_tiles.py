@@ -2,9 +2,9 @@
 
     python benchmarks/triton_tiles.py [--seconds 280] [--only bf16:128] > tiles.txt
 
-First every feature against float64 (a failure is printed as FAIL and its case is not timed), then for each element
-size, width and mask the candidates below, in TFLOP/s, best first, and last the host's time per call. Candidates are
-compiled by several processes at once into Triton's cache, which the timing then finds.
+First every feature against float64, by the rule of the tests; do not trust a rate after a FAIL. Then the host's time
+per call, and for each element size, width and mask the candidates below in TFLOP/s, best first. Several processes at once
+check, and compile the candidates into Triton's cache, which the timing then finds.
 """
 
 from __future__ import annotations
@@ -193,9 +193,9 @@ def milliseconds(run: Callable[[], Any], repeats: int = 12) -> float:
     return statistics.median(times)
 
 
-def compile_all(wanted: list[Job]) -> dict[Job, str | None]:
+def in_processes(function: Callable[[Any], Any], wanted: list[Any]) -> Iterator[Any]:
     with ProcessPoolExecutor(14, mp_context=get_context("spawn")) as pool:
-        return dict(done.result() for done in as_completed([pool.submit(compile_job, job) for job in wanted]))
+        yield from (done.result() for done in as_completed([pool.submit(function, each) for each in wanted]))
 
 
 def time_all(compiled: dict[Job, str | None], deadline: float) -> None:
@@ -229,13 +229,28 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-def check() -> None:
-    """Every feature, type and width against float64, by the rule of the tests."""
+class Check(NamedTuple):
+    """One problem to compare with float64."""
+
+    dtype: torch.dtype
+    dim: int
+    dim_v: int
+    feature: str
+
+
+def checks() -> Iterator[Check]:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for dim, dim_v in ((64, 64), (128, 128), (40, 72), (256, 256)):
-            for name, features in FEATURES.items():
-                fault = faults(dtype, dim, dim_v, dict(features))
-                print(f"{'FAIL' if fault else 'ok  '} {str(dtype)[6:]} D{dim}/{dim_v} {name} {fault}", flush=True)
+            yield from (Check(dtype, dim, dim_v, feature) for feature in FEATURES)
+
+
+def run_check(check: Check) -> str:
+    try:
+        fault = faults(check.dtype, check.dim, check.dim_v, dict(FEATURES[check.feature]))
+    except Exception as error:
+        fault = f"{type(error).__name__}: {str(error)[-300:]}"
+    name = f"{str(check.dtype)[6:]} D{check.dim}/{check.dim_v} {check.feature}"
+    return f"{'FAIL' if fault else 'ok  '} {name} {fault}"
 
 
 def faults(dtype: torch.dtype, dim: int, dim_v: int, features: dict[str, Any]) -> str:
@@ -248,7 +263,7 @@ def faults(dtype: torch.dtype, dim: int, dim_v: int, features: dict[str, Any]) -
             x = torch.randn(features.pop(name), device="cuda")
             given[name] = x > -0.5 if name == "mask" else x.abs() if name == "alibi_slopes" else x
     if poison:
-        given["v"][:, :, -7:] = torch.nan
+        given["v"][:, 0, -7:] = torch.nan
     dout = torch.randn(2, 4, 333, dim_v, device="cuda").to(dtype)
     truth = results({n: x if n == "mask" else x.double() for n, x in given.items()}, dout.double(), features, "eager")
     plain, ours = results(given, dout, features, "eager"), results(given, dout, features, "triton")
@@ -258,6 +273,8 @@ def faults(dtype: torch.dtype, dim: int, dim_v: int, features: dict[str, Any]) -
             found.append(f"{name}: finite elsewhere")
             continue
         finite = want.isfinite()
+        if not finite.any():
+            continue
         error, own = ((x[name].double() - want)[finite].abs().max() for x in (ours, plain))
         largest = want[finite].abs().max()
         limit = 2 * (own + torch.finfo(dtype).eps * largest)
@@ -299,11 +316,12 @@ def main() -> None:
     parser.add_argument("--only", default="")
     options = parser.parse_args()
     deadline = time.time() + options.seconds
-    compiled = compile_all(list(jobs(options.only)))
-    print(f"compiled {len(compiled)} in {options.seconds - (deadline - time.time()):.0f} s", flush=True)
+    for line in in_processes(run_check, list(checks())):
+        print(line, flush=True)
     host_times()
+    compiled = dict(in_processes(compile_job, list(jobs(options.only))))
+    print(f"compiled {len(compiled)} in {options.seconds - (deadline - time.time()):.0f} s", flush=True)
     time_all(compiled, deadline)
-    check()
 
 
 if __name__ == "__main__":
