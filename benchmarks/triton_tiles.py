@@ -3,8 +3,8 @@
     python benchmarks/triton_tiles.py [--seconds 280] [--only bf16:128] > tiles.txt
 
 First every feature against float64, by the rule of the tests; do not trust a rate after a FAIL. Then the host's time
-per call, and for each element size, width and mask the candidates below in TFLOP/s, best first. Several processes at once
-check, and compile the candidates into Triton's cache, which the timing then finds.
+per call, and for each element size, width and mask the candidates below in TFLOP/s, best first. Several processes at
+once check, and compile the candidates into Triton's cache, which the timing then finds.
 """
 
 from __future__ import annotations

@@ -204,6 +204,9 @@ def _launch(
     else:
         rows = tensors.q.shape[0] if direction == "delta" and problem.packed else problem.len_q
         heads, count = problem.heads, _count(rows, tiles.q_tile)
+    if problem.packed:
+        # Slack is cleared even where no sequence has a row.
+        count = max(1, count)
     return tiles, count, _numbers(problem, tensors, heads, count), _form(problem, tiles, wide)
 
 
