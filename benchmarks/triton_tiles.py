@@ -158,7 +158,7 @@ def call(job: Job, length: int, batch: int, heads: int) -> Callable[[], None]:
             at = 1 if job.direction == "key_value" else 2
             kernels = launch.prepare_backward(problem, tensors, out, out, grads, launch.gpu_of(q.device))[at]
             delta = torch.zeros_like(lse)
-            arguments = launch.backward_arguments(problem, tensors, out, lse, out, None, delta, grads)[at]
+            arguments = launch.backward_arguments(problem, tensors, out, lse, out, None, (delta, None), grads)[at]
     finally:
         config.choose = choose
     return lambda: run_all(kernels, arguments)

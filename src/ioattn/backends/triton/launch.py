@@ -83,6 +83,7 @@ def backward(
 ) -> None:
     """Write the gradients of q, k and v, and those of bias and sinks where wanted, to `grads`."""
     delta = torch.empty_like(lse)
+    totals = None if grads.dsinks is None else torch.empty_like(lse)
     key = ("backward", id(problem), *map(_layout, (*tensors, out, dout, dlse, *grads)))
     prepared = _remember(
         key, problem, lambda: prepare_backward(problem, tensors, out, dout, grads, gpu_of(problem.device))
@@ -91,12 +92,12 @@ def backward(
         if grads.dbias is not None:
             # The walk over keys leaves out what the band hides.
             grads.dbias.zero_()
-        given = backward_arguments(problem, tensors, out, lse, dout, dlse, delta, grads)
+        given = backward_arguments(problem, tensors, out, lse, dout, dlse, (delta, totals), grads)
         for kernels, arguments in zip(prepared, given, strict=True):
             for kernel in kernels:
                 kernel(arguments)
-        if grads.dsinks is not None and tensors.sinks is not None:
-            grads.dsinks.copy_(_sink_gradient(problem, tensors.sinks, lse, delta))
+        if grads.dsinks is not None and tensors.sinks is not None and totals is not None:
+            grads.dsinks.copy_(_sink_gradient(problem, tensors.sinks, lse, dlse, (delta, totals)))
 
 
 def prepare_forward(problem: Problem, tensors: Tensors, out: Tensor, gpu: Gpu | None) -> list[Prepared]:
@@ -154,10 +155,11 @@ def backward_arguments(
     lse: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
-    delta: Tensor,
+    scratch: tuple[Tensor, Tensor | None],
     grads: Gradients,
 ) -> list[tuple[Any, ...]]:
-    """The arguments that hold tensors, for each group of kernels in `prepare_backward`."""
+    """The arguments that hold tensors, for each group of kernels in `prepare_backward`; scratch: delta and totals."""
+    delta, totals = scratch
     packed = problem.packed
     inputs, dout_matrix, delta_rows = _inputs(tensors, packed), Matrix.of(dout, packed), Rows.of(delta, packed)
     dq, dk, dv = (Matrix.of(x, packed) for x in grads[:3])
@@ -167,7 +169,7 @@ def backward_arguments(
     each: list[tuple[Any, ...]] = [
         (Matrix.of(out, packed), dout_matrix, None if dlse is None else Rows.of(dlse, packed), delta_rows),
         (inputs, upstream, dk, dv),
-        (inputs, upstream, dq, own_bias),
+        (inputs, upstream, dq, own_bias, None if totals is None else Rows.of(totals, packed)),
     ]
     return each if own_bias is dbias else [*each, (inputs, upstream, dbias)]
 
@@ -183,10 +185,21 @@ def _prepare_bias(problem: Problem, tensors: Tensors, wide: bool, gpu: Gpu | Non
     return Prepared(bias_kernel, programs, (repeats, numbers, form, _formula(problem.terms).step, one_row), tiles)
 
 
-def _sink_gradient(problem: Problem, sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """The sink is one more key whose value is zero: dsink = P_sink * (0 - delta), over batch and queries."""
+def _sink_gradient(
+    problem: Problem, sinks: Tensor, lse: Tensor, dlse: Tensor | None, scratch: tuple[Tensor, Tensor | None]
+) -> Tensor:
+    """The sink is one more key whose value is zero: dsink = P_sink * (0 - delta), over batch and queries.
+
+    delta was made of an output that may have been rounded to 16 bits. The sum of dS over the keys, which is
+    sum(P dP) - delta * (1 - P_sink), gives it in full: sum(P dP) - dLSE.
+    """
+    delta, totals = scratch
+    assert totals is not None
     weights = torch.where(lse == -torch.inf, 0, torch.exp(sinks.float()[:, None] - lse))
-    terms = torch.where(weights == 0, 0, weights * delta)
+    full = totals + delta * (1 - weights)
+    if dlse is not None:
+        full = full - dlse
+    terms = torch.where(weights == 0, 0, weights * full)
     return -terms.sum(-1) if problem.packed else -terms.sum((0, -1))
 
 

@@ -116,8 +116,13 @@ def add_queries(
 
 
 @triton.jit(do_not_specialize=["numbers"])
-def query_kernel(inputs, upstream, dq, dbias, numbers, form: tl.constexpr, step: tl.constexpr, dstep: tl.constexpr):
-    """Overwrite one tile of `dq`, and what the walk touches of the gradient of a bias that repeats nothing."""
+def query_kernel(
+    inputs, upstream, dq, dbias, totals, numbers, form: tl.constexpr, step: tl.constexpr, dstep: tl.constexpr
+):
+    """Overwrite one tile of `dq`, what the walk touches of the gradient of a bias that repeats nothing, and `totals`.
+
+    `totals` are the sums of dS over the keys, wanted for the gradient of sinks.
+    """
     batch, head, tile = place(numbers, True)
     seq = sequence_of(batch, inputs, numbers, form)
     task = Task(inputs, numbers, head, seq)
@@ -129,22 +134,37 @@ def query_kernel(inputs, upstream, dq, dbias, numbers, form: tl.constexpr, step:
         return
     queries = load_queries(task, upstream, q_start, form, EDGE)
     dq_tile = tl.zeros((form.Q.ROWS, form.Q.WIDTH), tl.float32)
+    total = tl.zeros((form.Q.ROWS,), tl.float32)
     ranges = key_ranges(q_start, task, form)
     for k_start in range(ranges.full_start, ranges.full_end, form.K.ROWS):
         keys = load_keys(task, k_start, form, FULL)
-        dq_tile = add_keys(dq_tile, queries, keys, task, dbias, form, step, dstep, FULL)
+        dq_tile, total = add_keys(dq_tile, total, queries, keys, task, dbias, totals, form, step, dstep, FULL)
     for edge in range(ranges.edges):
         keys = load_keys(task, edge_start(edge, ranges, form.K.ROWS), form, EDGE)
-        dq_tile = add_keys(dq_tile, queries, keys, task, dbias, form, step, dstep, EDGE)
+        dq_tile, total = add_keys(dq_tile, total, queries, keys, task, dbias, totals, form, step, dstep, EDGE)
     dq_tile *= numbers.scale
     store_tile(dq_tile, dq, row_at(dq, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q)
+    if totals is not None:
+        row = q_start + tl.arange(0, form.Q.ROWS)
+        pointers = row_at(totals, seq.batch, head, seq.start_q + row.to(tl.int64))
+        tl.store(pointers, total, mask=row < seq.len_q)
 
 
 @device
 def add_keys(
-    dq_tile, queries, keys, task, dbias, form: tl.constexpr, step: tl.constexpr, dstep: tl.constexpr, KIND: tl.constexpr
+    dq_tile,
+    total,
+    queries,
+    keys,
+    task,
+    dbias,
+    totals,
+    form: tl.constexpr,
+    step: tl.constexpr,
+    dstep: tl.constexpr,
+    KIND: tl.constexpr,
 ):
-    """Add what one tile of keys contributes to a tile of dQ; scores are [Q, K]."""
+    """Add what one tile of keys contributes to a tile of dQ, and to the sums of dS; scores are [Q, K]."""
     row = (queries.start + tl.arange(0, form.Q.ROWS))[:, None]
     col = (keys.start + tl.arange(0, form.K.ROWS))[None, :]
     operands = operands_at(row, col, task)
@@ -157,8 +177,10 @@ def add_keys(
         pointers = row_at(dbias, task.seq.batch, task.head, row.to(tl.int64)) + col.to(tl.int64) * dbias.column
         exists = (row < task.seq.len_q) & (col < task.seq.len_k)
         tl.store(pointers, dscores.to(dbias.ptr.dtype.element_ty), mask=exists)
+    if totals is not None:
+        total += tl.sum(dscores, 1)
     dproduct = dstep(dscores, raw, distance, operands)
-    return dot(dproduct.to(keys.k.dtype), only_finite(keys.k, KIND), dq_tile, form)
+    return dot(dproduct.to(keys.k.dtype), only_finite(keys.k, KIND), dq_tile, form), total
 
 
 @device

@@ -113,9 +113,9 @@ def add_special_queries(dk_tile, dv_tile, queries, k_start, task, form: tl.const
 
 @triton.jit(do_not_specialize=["numbers"])
 def repair_query_kernel(
-    inputs, upstream, dq, dbias, numbers, form: tl.constexpr, step: tl.constexpr, dstep: tl.constexpr
+    inputs, upstream, dq, dbias, totals, numbers, form: tl.constexpr, step: tl.constexpr, dstep: tl.constexpr
 ):
-    """Overwrite one tile of `dq` again unless it is finite; `dbias` needs no repair, as no product hides in it."""
+    """Overwrite one tile of `dq` again unless it is finite; in `dbias` and `totals` hidden scores are 0 already."""
     batch, head, tile = place(numbers, True)
     seq = sequence_of(batch, inputs, numbers, form)
     task = Task(inputs, numbers, head, seq)
@@ -126,10 +126,11 @@ def repair_query_kernel(
         return
     queries = load_queries(task, upstream, q_start, form, EDGE)
     dq_tile = tl.zeros((form.Q.ROWS, form.Q.WIDTH), tl.float32)
+    total = tl.zeros((form.Q.ROWS,), tl.float32)
     ranges = every_tile(key_ranges(q_start, task, form), form.K.ROWS)
     for edge in range(ranges.edges):
         keys = load_keys(task, edge_start(edge, ranges, form.K.ROWS), form, EDGE)
-        dq_tile = add_keys(dq_tile, queries, keys, task, None, form, step, dstep, EXACT)
+        dq_tile, total = add_keys(dq_tile, total, queries, keys, task, None, None, form, step, dstep, EXACT)
     for edge in range(ranges.edges):
         keys = load_keys(task, edge_start(edge, ranges, form.K.ROWS), form, EDGE)
         dq_tile = add_special_keys(dq_tile, q_start, keys, task, form)
