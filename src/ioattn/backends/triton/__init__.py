@@ -20,8 +20,8 @@ name = "triton"
 MAX_DIM = 256
 """The widest head dimension: a tile of 64 rows of wider ones no longer fits in registers."""
 
-MAX_ROWS = 2**29
-"""The longest sequence: indices of queries and keys, and their sums with a shift, are 32-bit."""
+MAX_ROWS = 2**28
+"""The longest sequence: indices of queries and keys, times four, are 32-bit, and so are their sums."""
 
 MAX_PROGRAMS = 2**31 - 1
 """The most programs of one launch."""

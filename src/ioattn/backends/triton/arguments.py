@@ -54,7 +54,7 @@ class Rows(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The tensors of `problem.Tensors`."""
+    """The tensors of `problem.Tensors`, and the numbers that may be absent; lo and hi are `encoded`."""
 
     q: Matrix
     k: Matrix
@@ -65,6 +65,9 @@ class Inputs(NamedTuple):
     sinks: Scalar
     starts_q: Scalar
     starts_k: Scalar
+    lo: Scalar
+    hi: Scalar
+    softcap: Scalar
 
 
 class Upstream(NamedTuple):
@@ -83,19 +86,11 @@ class Repeats(NamedTuple):
     tiles: Scalar
 
 
-class Limits(NamedTuple):
-    """A band in the frame of one pair of sequences: lo and hi are None where unbounded."""
-
-    lo: Scalar
-    hi: Scalar
-    shift: Scalar
-
-
 class Numbers(NamedTuple):
-    """What a kernel is told at run time: a new value compiles nothing.
+    """What a kernel is told at run time: a new value compiles nothing, as integers are `encoded`.
 
     `batch` counts sequences, `len_q` and `len_k` are the longest lengths, `rows_q` and `rows_k` the rows of packed
-    tensors. `tiles` is how many tiles the longest sequence has in this launch.
+    tensors. `tiles` is how many tiles the longest sequence has in this launch. `shift` is the band's.
     """
 
     batch: Scalar
@@ -105,9 +100,17 @@ class Numbers(NamedTuple):
     rows_q: Scalar
     rows_k: Scalar
     tiles: Scalar
-    band: Limits
+    shift: Scalar
     scale: Scalar
-    softcap: Scalar
+
+
+def encoded(number: int) -> int:
+    """An integer as kernels are handed it; they shift it back by two bits.
+
+    Triton compiles a kernel anew for each integer that is 1 and for each multiple of 16; inside of a tuple, also where
+    it is told not to. This is neither.
+    """
+    return 4 * number + 2
 
 
 class Box(NamedTuple):

@@ -21,12 +21,12 @@ from ioattn.backends.triton.arguments import (
     Box,
     Form,
     Inputs,
-    Limits,
     Matrix,
     Numbers,
     Repeats,
     Rows,
     Upstream,
+    encoded,
     is_wide,
     padded,
 )
@@ -124,7 +124,7 @@ def _with_repair(
 
 def forward_arguments(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
     """The arguments of the forward kernel that hold tensors."""
-    return (_inputs(tensors, problem.packed), Matrix.of(out, problem.packed), Rows.of(lse, problem.packed))
+    return (_inputs(problem, tensors), Matrix.of(out, problem.packed), Rows.of(lse, problem.packed))
 
 
 def prepare_backward(
@@ -161,7 +161,7 @@ def backward_arguments(
     """The arguments that hold tensors, for each group of kernels in `prepare_backward`; scratch: delta and totals."""
     delta, totals = scratch
     packed = problem.packed
-    inputs, dout_matrix, delta_rows = _inputs(tensors, packed), Matrix.of(dout, packed), Rows.of(delta, packed)
+    inputs, dout_matrix, delta_rows = _inputs(problem, tensors), Matrix.of(dout, packed), Rows.of(delta, packed)
     dq, dk, dv = (Matrix.of(x, packed) for x in grads[:3])
     dbias = Matrix.maybe(grads.dbias)
     upstream = Upstream(dout_matrix, Rows.of(lse, packed), delta_rows)
@@ -179,9 +179,10 @@ def _prepare_bias(problem: Problem, tensors: Tensors, wide: bool, gpu: Gpu | Non
     batches, heads, rows = problem.bias
     tiles, count, numbers, form = _launch(problem, tensors, "bias", wide, gpu)
     one_row = rows == 1
-    repeats = Repeats(problem.batch // batches, problem.heads // heads, count if one_row else 1)
-    numbers = numbers._replace(tiles=1 if one_row else count)
-    programs = _count(problem.len_k, tiles.k_tile) * numbers.tiles * heads * batches
+    repeats = Repeats(*map(encoded, (problem.batch // batches, problem.heads // heads, count if one_row else 1)))
+    own_tiles = 1 if one_row else count
+    numbers = numbers._replace(tiles=encoded(own_tiles))
+    programs = _count(problem.len_k, tiles.k_tile) * own_tiles * heads * batches
     return Prepared(bias_kernel, programs, (repeats, numbers, form, _formula(problem.terms).step, one_row), tiles)
 
 
@@ -223,29 +224,42 @@ def _launch(
     return tiles, count, _numbers(problem, tensors, heads, count), _form(problem, tiles, wide)
 
 
-def _inputs(tensors: Tensors, packed: bool) -> Inputs:
+def _inputs(problem: Problem, tensors: Tensors) -> Inputs:
     q, k, v, bias, mask, slopes, sinks, starts_q, starts_k = tensors
+    packed = problem.packed
     qkv = (Matrix.of(q, packed), Matrix.of(k, packed), Matrix.of(v, packed))
-    return Inputs(*qkv, Matrix.maybe(bias), Matrix.maybe(mask), slopes, sinks, starts_q, starts_k)
+    per_head = (_in_a_row(slopes), _in_a_row(sinks), _in_a_row(starts_q), _in_a_row(starts_k))
+    lo, hi = _limits(problem)
+    return Inputs(*qkv, Matrix.maybe(bias), Matrix.maybe(mask), *per_head, lo, hi, problem.softcap)
+
+
+def _in_a_row(x: Tensor | None) -> Tensor | None:
+    """One number after the other in memory."""
+    return x if x is None or x.stride(0) == 1 else x.contiguous()
+
+
+def _limits(problem: Problem) -> tuple[int | None, int | None]:
+    """The band's lo and hi, encoded."""
+    band = problem.band
+    # No offset is farther out than this, so that sums with these limits stay within 32 bits.
+    reach = problem.len_q + problem.len_k + abs(band.shift)
+    lo, hi = (None if x is None else encoded(min(max(x, -reach), reach)) for x in (band.lo, band.hi))
+    return lo, hi
 
 
 def _numbers(problem: Problem, tensors: Tensors, heads: int, tiles: int) -> Numbers:
-    band, packed = problem.band, problem.packed
-    # No offset is farther out than this, so that sums with these limits stay within 32 bits.
-    reach = problem.len_q + problem.len_k + abs(band.shift)
-    lo = None if band.lo is None else min(max(band.lo, -reach), reach)
-    hi = None if band.hi is None else min(max(band.hi, -reach), reach)
+    rows_q = tensors.q.shape[0] if problem.packed else problem.len_q
+    rows_k = tensors.k.shape[0] if problem.packed else problem.len_k
     return Numbers(
-        batch=problem.batch,
-        heads=heads,
-        len_q=problem.len_q,
-        len_k=problem.len_k,
-        rows_q=tensors.q.shape[0] if packed else problem.len_q,
-        rows_k=tensors.k.shape[0] if packed else problem.len_k,
-        tiles=tiles,
-        band=Limits(lo, hi, band.shift),
-        scale=float(problem.scale),
-        softcap=None if problem.softcap is None else float(problem.softcap),
+        batch=encoded(problem.batch),
+        heads=encoded(heads),
+        len_q=encoded(problem.len_q),
+        len_k=encoded(problem.len_k),
+        rows_q=encoded(rows_q),
+        rows_k=encoded(rows_k),
+        tiles=encoded(tiles),
+        shift=encoded(problem.band.shift),
+        scale=problem.scale,
     )
 
 

@@ -16,6 +16,7 @@ from ioattn.backends.triton.kernels.tiles import (
     LOG2E,
     Task,
     clear_slack,
+    decoded,
     device,
     distance_at,
     dot,
@@ -36,9 +37,10 @@ from ioattn.backends.triton.kernels.tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["numbers"])
+@triton.jit
 def delta_kernel(out, dout, dlse, delta, numbers, form: tl.constexpr):
     """delta = rowsum(dO * O) - dLSE for one tile of queries; packed rows are one sequence here."""
+    numbers = decoded(numbers)
     batch, head, tile = place(numbers, False)
     start = tile * form.OUT.ROWS
     out_tile = load_tile(out, row_at(out, batch, head, 0), start, numbers.rows_q, form.OUT, EDGE)
@@ -52,9 +54,10 @@ def delta_kernel(out, dout, dlse, delta, numbers, form: tl.constexpr):
     tl.store(row_at(delta, batch, head, row), total, mask=exists)
 
 
-@triton.jit(do_not_specialize=["numbers"])
+@triton.jit
 def key_value_kernel(inputs, upstream, dk, dv, numbers, form: tl.constexpr, step: tl.constexpr, dstep: tl.constexpr):
     """Overwrite one tile of `dk` and `dv`: a walk over the queries that see it, of every head that shares it."""
+    numbers = decoded(numbers)
     batch, kv_head, tile = place(numbers, False)
     seq = sequence_of(batch, inputs, numbers, form)
     task = Task(inputs, numbers, kv_head * form.GROUP, seq)
@@ -115,7 +118,7 @@ def add_queries(
     return dk_tile, dv_tile
 
 
-@triton.jit(do_not_specialize=["numbers"])
+@triton.jit
 def query_kernel(
     inputs, upstream, dq, dbias, totals, numbers, form: tl.constexpr, step: tl.constexpr, dstep: tl.constexpr
 ):
@@ -123,7 +126,8 @@ def query_kernel(
 
     `totals` are the sums of dS over the keys, wanted for the gradient of sinks.
     """
-    batch, head, tile = place(numbers, True)
+    numbers = decoded(numbers)
+    batch, head, tile = place(numbers, inputs.hi is not None)
     seq = sequence_of(batch, inputs, numbers, form)
     task = Task(inputs, numbers, head, seq)
     if inputs.starts_q is not None and batch == numbers.batch:
@@ -190,7 +194,7 @@ def dscores_of(raw, distance, operands, queries, keys, form: tl.constexpr, step:
     return weights * (dot(queries.dout, tl.trans(keys.v), None, form) - queries.delta[:, None])
 
 
-@triton.jit(do_not_specialize=["numbers", "repeats"])
+@triton.jit
 def bias_kernel(
     inputs, upstream, dbias, repeats, numbers, form: tl.constexpr, step: tl.constexpr, ONE_ROW: tl.constexpr
 ):
@@ -198,20 +202,23 @@ def bias_kernel(
 
     `repeats` counts them, in tiles of queries where the bias is ONE_ROW for all. One program sums them, in one order.
     """
+    numbers = decoded(numbers)
     key_tiles = (numbers.len_k + form.K.ROWS - 1) // form.K.ROWS
     program = tl.program_id(0)
     k_start = program % key_tiles * form.K.ROWS
     own_tile = program // key_tiles % numbers.tiles
     own = program // key_tiles // numbers.tiles
-    own_head = own % (numbers.heads // repeats.heads)
-    own_batch = own // (numbers.heads // repeats.heads)
+    repeated_heads = repeats.heads >> 2
+    repeated_tiles = repeats.tiles >> 2
+    own_head = own % (numbers.heads // repeated_heads)
+    own_batch = own // (numbers.heads // repeated_heads)
     total = tl.zeros((form.Q.ROWS, form.K.ROWS), tl.float32)
-    for at in range(repeats.batches * repeats.heads * repeats.tiles):
-        head = own_head + at // repeats.tiles % repeats.heads
-        batch = own_batch + at // repeats.tiles // repeats.heads
+    for at in range((repeats.batches >> 2) * repeated_heads * repeated_tiles):
+        head = own_head + at // repeated_tiles % repeated_heads
+        batch = own_batch + at // repeated_tiles // repeated_heads
         seq = sequence_of(batch.to(tl.int64), inputs, numbers, form)
         task = Task(inputs, numbers, head.to(tl.int64), seq)
-        q_start = (own_tile + at % repeats.tiles) * form.Q.ROWS
+        q_start = (own_tile + at % repeated_tiles) * form.Q.ROWS
         ranges = every_tile(key_ranges(q_start, task, form), form.K.ROWS)
         if (k_start >= ranges.start) & (k_start < ranges.start + ranges.edges * form.K.ROWS):
             queries = load_queries(task, upstream, q_start, form, EDGE)

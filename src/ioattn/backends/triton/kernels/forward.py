@@ -16,6 +16,7 @@ from ioattn.backends.triton.kernels.tiles import (
     LOG2E,
     Task,
     clear_slack,
+    decoded,
     device,
     distance_at,
     dot,
@@ -34,10 +35,11 @@ from ioattn.backends.triton.kernels.tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["numbers"])
+@triton.jit
 def forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.constexpr):
     """Overwrite one tile of `out` and `lse`."""
-    batch, head, tile = place(numbers, True)
+    numbers = decoded(numbers)
+    batch, head, tile = place(numbers, inputs.hi is not None)
     seq = sequence_of(batch, inputs, numbers, form)
     task = Task(inputs, numbers, head, seq)
     if inputs.starts_q is not None and batch == numbers.batch:

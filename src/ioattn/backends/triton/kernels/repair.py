@@ -19,6 +19,7 @@ from ioattn.backends.triton.kernels.tiles import (
     EXACT,
     Task,
     add_special,
+    decoded,
     device,
     edge_start,
     every_tile,
@@ -37,10 +38,11 @@ from ioattn.backends.triton.kernels.tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["numbers"])
+@triton.jit
 def repair_forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.constexpr):
     """Overwrite one tile of `out` and `lse` again unless it is finite."""
-    batch, head, tile = place(numbers, True)
+    numbers = decoded(numbers)
+    batch, head, tile = place(numbers, inputs.hi is not None)
     seq = sequence_of(batch, inputs, numbers, form)
     task = Task(inputs, numbers, head, seq)
     q_start = tile * form.Q.ROWS
@@ -69,11 +71,12 @@ def add_special_values(acc, q_start, keys, task, form: tl.constexpr):
     return add_special(acc, visible_at(row, col, task), keys.v, form, False)
 
 
-@triton.jit(do_not_specialize=["numbers"])
+@triton.jit
 def repair_key_value_kernel(
     inputs, upstream, dk, dv, numbers, form: tl.constexpr, step: tl.constexpr, dstep: tl.constexpr
 ):
     """Overwrite one tile of `dk` and `dv` again unless both are finite."""
+    numbers = decoded(numbers)
     batch, kv_head, tile = place(numbers, False)
     seq = sequence_of(batch, inputs, numbers, form)
     k_start = tile * form.K.ROWS
@@ -111,12 +114,13 @@ def add_special_queries(dk_tile, dv_tile, queries, k_start, task, form: tl.const
     return dk_tile, add_special(dv_tile, visible, queries.dout, form, False)
 
 
-@triton.jit(do_not_specialize=["numbers"])
+@triton.jit
 def repair_query_kernel(
     inputs, upstream, dq, dbias, totals, numbers, form: tl.constexpr, step: tl.constexpr, dstep: tl.constexpr
 ):
     """Overwrite one tile of `dq` again unless it is finite; in `dbias` and `totals` hidden scores are 0 already."""
-    batch, head, tile = place(numbers, True)
+    numbers = decoded(numbers)
+    batch, head, tile = place(numbers, inputs.hi is not None)
     seq = sequence_of(batch, inputs, numbers, form)
     task = Task(inputs, numbers, head, seq)
     q_start = tile * form.Q.ROWS

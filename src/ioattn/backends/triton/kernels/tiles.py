@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ioattn.backends.triton.arguments import Numbers
+
 device = (lambda function: function) if triton.knobs.runtime.interpret else triton.jit
 """Decorates what kernels call. Not in the interpreter: it patches all of `tl` for each call of a decorated function."""
 
@@ -76,11 +78,27 @@ class Ranges(NamedTuple):
 
 
 @device
+def decoded(numbers):
+    """The numbers themselves: see `arguments.encoded`."""
+    return Numbers(
+        numbers.batch >> 2,
+        numbers.heads >> 2,
+        numbers.len_q >> 2,
+        numbers.len_k >> 2,
+        numbers.rows_q >> 2,
+        numbers.rows_k >> 2,
+        numbers.tiles >> 2,
+        numbers.shift >> 2,
+        numbers.scale,
+    )
+
+
+@device
 def place(numbers, LATE_ROWS_ARE_LONG: tl.constexpr):
     """(batch, head, tile) of this program: the tiles of one head are neighbours and find its data in the L2 cache."""
     program = tl.program_id(0)
     tile = program % numbers.tiles
-    if LATE_ROWS_ARE_LONG and numbers.band.hi is not None:
+    if LATE_ROWS_ARE_LONG:
         # Late queries of a causal band see the most keys: the longest tiles go first.
         tile = numbers.tiles - 1 - tile
     at = program // numbers.tiles
@@ -103,7 +121,7 @@ def sequence_of(batch, inputs, numbers, form: tl.constexpr):
         len_q = tl.where(slack, numbers.rows_q, len_q) - start_q.to(tl.int32)
         len_k = tl.where(slack, numbers.rows_k, len_k) - start_k.to(tl.int32)
         batch = batch * 0
-    shift = numbers.band.shift
+    shift = numbers.shift
     if form.BOTTOM_RIGHT:
         shift += len_k - len_q
     return Sequence(batch, start_q, start_k, len_q, len_k, shift)
@@ -112,23 +130,27 @@ def sequence_of(batch, inputs, numbers, form: tl.constexpr):
 @device
 def key_ranges(q_start, task, form: tl.constexpr):
     """The key tiles that the queries of the tile at `q_start` see."""
-    band = task.numbers.band
     seq = task.seq
+    lo = None
+    hi = None
+    if task.inputs.lo is not None:
+        lo = task.inputs.lo >> 2
+    if task.inputs.hi is not None:
+        hi = task.inputs.hi >> 2
     last = tl.minimum(q_start + form.Q.ROWS, seq.len_q) - 1
-    return ranges_of(band.lo, band.hi, seq.shift, q_start, last, seq.len_k, task.inputs.mask, form.K.ROWS)
+    return ranges_of(lo, hi, seq.shift, q_start, last, seq.len_k, task.inputs.mask, form.K.ROWS)
 
 
 @device
 def query_ranges(k_start, task, form: tl.constexpr):
     """The query tiles that see the keys of the tile at `k_start`: the same closed forms, the band mirrored."""
-    band = task.numbers.band
     seq = task.seq
     lo = None
     hi = None
-    if band.hi is not None:
-        lo = -band.hi
-    if band.lo is not None:
-        hi = -band.lo
+    if task.inputs.hi is not None:
+        lo = -(task.inputs.hi >> 2)
+    if task.inputs.lo is not None:
+        hi = -(task.inputs.lo >> 2)
     last = tl.minimum(k_start + form.K.ROWS, seq.len_k) - 1
     return ranges_of(lo, hi, -seq.shift, k_start, last, seq.len_q, task.inputs.mask, form.Q.ROWS)
 
@@ -273,14 +295,14 @@ def load_keys(task, start, form: tl.constexpr, KIND: tl.constexpr):
 @device
 def visible_at(row, col, task):
     """Which scores count."""
-    band = task.numbers.band
+    inputs = task.inputs
     mask = task.inputs.mask
     visible = (row < task.seq.len_q) & (col < task.seq.len_k)
     offset = col - row - task.seq.shift
-    if band.lo is not None:
-        visible = visible & (offset >= band.lo)
-    if band.hi is not None:
-        visible = visible & (offset <= band.hi)
+    if inputs.lo is not None:
+        visible = visible & (offset >= (inputs.lo >> 2))
+    if inputs.hi is not None:
+        visible = visible & (offset <= (inputs.hi >> 2))
     if mask is not None:
         pointers = row_at(mask, task.seq.batch, task.head, row.to(tl.int64)) + col.to(tl.int64) * mask.column
         visible = visible & (tl.load(pointers, mask=visible, other=0) != 0)
@@ -300,8 +322,8 @@ def distance_at(row, col, task):
 def operands_at(row, col, task):
     """The operands of the score terms, in the terms' order."""
     operands = ()
-    if task.numbers.softcap is not None:
-        operands += (task.numbers.softcap,)
+    if task.inputs.softcap is not None:
+        operands += (task.inputs.softcap,)
     if task.inputs.slopes is not None:
         operands += (tl.load(task.inputs.slopes + task.head).to(tl.float32),)
     bias = task.inputs.bias
