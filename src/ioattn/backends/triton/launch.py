@@ -83,7 +83,8 @@ def backward(
 ) -> None:
     """Write the gradients of q, k and v, and those of bias and sinks where wanted, to `grads`."""
     delta = torch.empty_like(lse)
-    totals = None if grads.dsinks is None else torch.empty_like(lse)
+    repeated_bias = grads.dbias is not None and not _repeats_nothing(problem)
+    totals = torch.empty_like(lse) if repeated_bias or grads.dsinks is not None else None
     key = ("backward", id(problem), *map(_layout, (*tensors, out, dout, dlse, *grads)))
     prepared = _remember(
         key, problem, lambda: prepare_backward(problem, tensors, out, dout, grads, gpu_of(problem.device))
@@ -93,11 +94,19 @@ def backward(
             # The walk over keys leaves out what the band hides.
             grads.dbias.zero_()
         given = backward_arguments(problem, tensors, out, lse, dout, dlse, (delta, totals), grads)
-        for kernels, arguments in zip(prepared, given, strict=True):
+        for kernels, arguments in zip(prepared[:3], given[:3], strict=True):
             for kernel in kernels:
                 kernel(arguments)
-        if grads.dsinks is not None and tensors.sinks is not None and totals is not None:
-            grads.dsinks.copy_(_sink_gradient(problem, tensors.sinks, lse, dlse, (delta, totals)))
+        if totals is None:
+            return
+        weights = _sink_weights(tensors.sinks, lse)
+        _make_delta(totals, delta, dlse, weights)
+        for (bias_gradient,), arguments in zip(prepared[3:], given[3:], strict=True):
+            bias_gradient(arguments)
+        if grads.dsinks is not None:
+            # The sink is one more key whose value is zero: dsink = P_sink * (0 - delta), over batch and queries.
+            terms = torch.where(weights == 0, 0, weights * totals)
+            grads.dsinks.copy_(-terms.sum(-1 if problem.packed else (0, -1)))
 
 
 def prepare_forward(problem: Problem, tensors: Tensors, out: Tensor, gpu: Gpu | None) -> list[Prepared]:
@@ -171,7 +180,10 @@ def backward_arguments(
         (inputs, upstream, dk, dv),
         (inputs, upstream, dq, own_bias, None if totals is None else Rows.of(totals, packed)),
     ]
-    return each if own_bias is dbias else [*each, (inputs, upstream, dbias)]
+    if own_bias is dbias:
+        return each
+    full_delta = delta_rows if totals is None else Rows.of(totals, packed)
+    return [*each, (inputs, upstream._replace(delta=full_delta), dbias)]
 
 
 def _prepare_bias(problem: Problem, tensors: Tensors, wide: bool, gpu: Gpu | None) -> Prepared:
@@ -186,22 +198,22 @@ def _prepare_bias(problem: Problem, tensors: Tensors, wide: bool, gpu: Gpu | Non
     return Prepared(bias_kernel, programs, (repeats, numbers, form, _formula(problem.terms).step, one_row), tiles)
 
 
-def _sink_gradient(
-    problem: Problem, sinks: Tensor, lse: Tensor, dlse: Tensor | None, scratch: tuple[Tensor, Tensor | None]
-) -> Tensor:
-    """The sink is one more key whose value is zero: dsink = P_sink * (0 - delta), over batch and queries.
+def _sink_weights(sinks: Tensor | None, lse: Tensor) -> Tensor:
+    """P of the sink, per head and query."""
+    if sinks is None:
+        return lse.new_zeros(())
+    return torch.where(lse == -torch.inf, 0, torch.exp(sinks.float()[:, None] - lse))
 
-    delta was made of an output that may have been rounded to 16 bits. The sum of dS over the keys, which is
-    sum(P dP) - delta * (1 - P_sink), gives it in full: sum(P dP) - dLSE.
+
+def _make_delta(totals: Tensor, delta: Tensor, dlse: Tensor | None, sink_weights: Tensor) -> None:
+    """Turn sums of dS over the keys into a better delta: for what sums dS over many queries, sinks and repeated biases.
+
+    delta was made of an output that may have been rounded to 16 bits, and its error has one sign for a whole row. The
+    sum of dS is sum(P dP) - delta * (1 - P_sink), and delta in full is sum(P dP) - dLSE.
     """
-    delta, totals = scratch
-    assert totals is not None
-    weights = torch.where(lse == -torch.inf, 0, torch.exp(sinks.float()[:, None] - lse))
-    full = totals + delta * (1 - weights)
+    totals += delta * (1 - sink_weights)
     if dlse is not None:
-        full = full - dlse
-    terms = torch.where(weights == 0, 0, weights * full)
-    return -terms.sum(-1) if problem.packed else -terms.sum((0, -1))
+        totals -= dlse
 
 
 def _repeats_nothing(problem: Problem) -> bool:
