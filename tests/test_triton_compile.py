@@ -54,7 +54,13 @@ def gpu(sm: int) -> Gpu:
     return Gpu(divmod(sm, 10), GPUS[sm])
 
 
-def kernels(sm: int, dtype: torch.dtype, dim: int, options: Options = Options(), **extras: Any) -> Iterator[Kernel]:  # noqa: B008
+def kernels(
+    sm: int,
+    dtype: torch.dtype,
+    dim: int,
+    options: Options = Options(),  # noqa: B008
+    **extras: Any,
+) -> Iterator[Kernel]:
     """Every kernel of the forward and the backward of one problem, on tensors without memory."""
 
     packed = "cu_seqlens_q" in extras

@@ -56,7 +56,8 @@ def objections(problem: Problem) -> list[str]:
     tiles = math.ceil(max(problem.len_q, problem.len_k) / 16)
     if (problem.batch + 1) * problem.heads * tiles > MAX_PROGRAMS:
         reasons.append(f"{problem.batch} x {problem.heads} heads of {tiles} tiles are too many programs of one launch")
-    return reasons or _device_objections(problem)
+    # Where Triton cannot be used at all, `unusable` says so.
+    return reasons or ([] if unusable() else _device_objections(problem))
 
 
 def forward(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None:
