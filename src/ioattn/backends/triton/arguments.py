@@ -139,8 +139,8 @@ class Form(NamedTuple):
     """Products of 16-bit numbers are formed in float32: Triton's interpreter cannot multiply bfloat16."""
 
 
-WIDE_STRIDE = 2**31 // 256
-"""From this stride on, 256 rows span more than 31 bits of elements."""
+WIDE_STRIDE = 2**31 // 512
+"""From this stride on, 256 rows and 256 columns may span more than 31 bits of elements."""
 
 
 def is_wide(*matrices: Matrix) -> bool:

@@ -70,7 +70,7 @@ class Prepared:
 
 def forward(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None:
     """Write softmax(S) V to `out` and log(rowsum(exp(S))) to `lse`."""
-    key = ("forward", id(problem), *map(_layout, tensors), _layout(out))
+    key = ("forward", id(problem), *map(_layout, (*tensors, out, lse)))
     prepared = _remember(key, problem, lambda: prepare_forward(problem, tensors, out, gpu_of(problem.device)))
     with _on(problem.device):
         arguments = forward_arguments(problem, tensors, out, lse)
@@ -85,7 +85,7 @@ def backward(
     delta = torch.empty_like(lse)
     repeated_bias = grads.dbias is not None and not _repeats_nothing(problem)
     totals = torch.empty_like(lse) if repeated_bias or grads.dsinks is not None else None
-    key = ("backward", id(problem), *map(_layout, (*tensors, out, dout, dlse, *grads)))
+    key = ("backward", id(problem), *map(_layout, (*tensors, out, lse, dout, dlse, *grads)))
     prepared = _remember(
         key, problem, lambda: prepare_backward(problem, tensors, out, dout, grads, gpu_of(problem.device))
     )
@@ -242,7 +242,8 @@ def _inputs(problem: Problem, tensors: Tensors) -> Inputs:
     qkv = (Matrix.of(q, packed), Matrix.of(k, packed), Matrix.of(v, packed))
     per_head = (_in_a_row(slopes), _in_a_row(sinks), _in_a_row(starts_q), _in_a_row(starts_k))
     lo, hi = _limits(problem)
-    return Inputs(*qkv, Matrix.maybe(bias), Matrix.maybe(mask), *per_head, lo, hi, problem.softcap)
+    softcap = None if problem.softcap is None else float(problem.softcap)
+    return Inputs(*qkv, Matrix.maybe(bias), Matrix.maybe(mask), *per_head, lo, hi, softcap)
 
 
 def _in_a_row(x: Tensor | None) -> Tensor | None:
