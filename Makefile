@@ -4,7 +4,7 @@ PYTHON ?= python3
 ready := .venv/ready
 run := .venv/bin
 
-.PHONY: demo test check clean
+.PHONY: demo test test-triton check clean
 .DEFAULT_GOAL := demo
 
 demo: $(ready)
@@ -12,6 +12,12 @@ demo: $(ready)
 
 test: $(ready)
 	$(run)/pytest
+
+# Triton's kernels without a GPU: compiled for five architectures, then run in Triton's interpreter.
+test-triton: $(ready)
+	$(run)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,gpu]'
+	$(run)/pytest tests/test_triton_compile.py
+	TRITON_INTERPRET=1 $(run)/pytest -k "triton-cpu and not single_tokens and not c5_large"
 
 check: $(ready)
 	$(run)/ruff format --check

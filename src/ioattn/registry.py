@@ -16,6 +16,7 @@ from ioattn.problem import Gradients, Problem, Tensors
 
 MODULES = {
     "gluon": "ioattn.backends.gluon",
+    "triton": "ioattn.backends.triton",
     "cpu": "ioattn.backends.cpu",
     "eager": "ioattn.backends.eager",
 }

@@ -1,0 +1,153 @@
+"""What the kernels are handed: a few named tuples, so that no kernel has forty arguments.
+
+The host fills them with tensors, strides and numbers; in a kernel the same names hold pointers and scalars. A field
+that is None is known to be absent when the kernel is compiled: `if inputs.bias is not None` costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+Scalar = Any
+"""A pointer or a number: a tensor, an int or a float on the host, a Triton scalar in a kernel."""
+
+
+class Matrix(NamedTuple):
+    """A `(B, H, rows, columns)` tensor: element (b, h, i, j) is `b * batch + h * head + ...` elements from `ptr`."""
+
+    ptr: Scalar
+    batch: Scalar
+    head: Scalar
+    row: Scalar
+    column: Scalar
+
+    @classmethod
+    def of(cls, x: Tensor, packed: bool = False) -> Matrix:
+        """`x` as 4-D, packed `(T, H, columns)` as one batch; a dimension of size 1 repeats: its stride is 0."""
+        strides = x.stride()
+        if packed:
+            return cls(x, 0, strides[1], strides[0], strides[2])
+        batch, head, row, column = strides
+        sizes = x.shape
+        return cls(x, batch * (sizes[0] != 1), head * (sizes[1] != 1), row * (sizes[2] != 1), column)
+
+    @classmethod
+    def maybe(cls, x: Tensor | None) -> Matrix | None:
+        """`of` where there is a tensor, and it is dense."""
+        return None if x is None else cls.of(x)
+
+
+class Rows(NamedTuple):
+    """One number per query, `(B, H, Nq)` or packed `(H, T)`, seen as `Matrix` sees its rows."""
+
+    ptr: Scalar
+    batch: Scalar
+    head: Scalar
+    row: Scalar
+
+    @classmethod
+    def of(cls, x: Tensor, packed: bool) -> Rows:
+        """`x` as 3-D, packed `(H, T)` as one batch."""
+        return cls(x, 0, *x.stride()) if packed else cls(x, *x.stride())
+
+
+class Inputs(NamedTuple):
+    """The tensors of `problem.Tensors`, and the numbers that may be absent; lo and hi are `encoded`."""
+
+    q: Matrix
+    k: Matrix
+    v: Matrix
+    bias: Matrix | None
+    mask: Matrix | None
+    slopes: Scalar
+    sinks: Scalar
+    starts_q: Scalar
+    starts_k: Scalar
+    lo: Scalar
+    hi: Scalar
+    softcap: Scalar
+
+
+class Upstream(NamedTuple):
+    """What the backward knows of each query."""
+
+    dout: Matrix
+    lse: Rows
+    delta: Rows
+
+
+class Repeats(NamedTuple):
+    """For how many batches, heads and tiles of queries one tile of a bias counts."""
+
+    batches: Scalar
+    heads: Scalar
+    tiles: Scalar
+
+
+class Numbers(NamedTuple):
+    """What a kernel is told at run time: a new value compiles nothing, as integers are `encoded`.
+
+    `batch` counts sequences, `len_q` and `len_k` are the longest lengths, `rows_q` and `rows_k` the rows of packed
+    tensors. `tiles` is how many tiles the longest sequence has in this launch. `shift` is the band's.
+    """
+
+    batch: Scalar
+    heads: Scalar
+    len_q: Scalar
+    len_k: Scalar
+    rows_q: Scalar
+    rows_k: Scalar
+    tiles: Scalar
+    shift: Scalar
+    scale: Scalar
+
+
+def encoded(number: int) -> int:
+    """An integer as kernels are handed it; they shift it back by two bits.
+
+    Triton compiles a kernel anew for each integer that is 1 and for each multiple of 16; inside of a tuple, also where
+    it is told not to. This is neither.
+    """
+    return 4 * number + 2
+
+
+class Box(NamedTuple):
+    """The shape of a tile in registers: COLUMNS of its WIDTH columns exist in memory."""
+
+    ROWS: int
+    COLUMNS: int
+    WIDTH: int
+    WIDE: bool
+    """An offset inside of the tile may need more than 31 bits."""
+
+
+class Form(NamedTuple):
+    """What a kernel is compiled for, besides the types and the absence of its arguments."""
+
+    Q: Box
+    K: Box
+    V: Box
+    OUT: Box
+    GROUP: int
+    BOTTOM_RIGHT: bool
+    LATE: bool
+    """The scores stay Q K^T, and the scale is applied inside of the exponential: one multiplication less per score."""
+    PRECISION: str
+    UPCAST: bool
+    """Products of 16-bit numbers are formed in float32: Triton's interpreter cannot multiply bfloat16."""
+
+
+WIDE_STRIDE = 2**31 // 512
+"""From this stride on, 256 rows and 256 columns may span more than 31 bits of elements."""
+
+
+def is_wide(*matrices: Matrix) -> bool:
+    """Whether a tile of one of these matrices spans more than 31 bits of elements."""
+    return any(max(m.row, m.column) >= WIDE_STRIDE for m in matrices)
+
+
+def padded(size: int) -> int:
+    """The power of two, at least 16, that a tile of `size` columns fills."""
+    return max(16, 1 << (size - 1).bit_length())

@@ -1,0 +1,192 @@
+"""Which tiles each kernel runs with: a table with a reason per row, and a rule for what does not fit.
+
+A row is for one kernel, element size and width. Its choices stand in order of preference; the first that fits in the
+GPU's shared memory is taken, and where none fits the last one is halved until it does. No tuning at run time.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, get_args
+
+from ioattn.backends.triton.arguments import padded
+from ioattn.problem import Problem
+
+Direction = Literal["forward", "delta", "key_value", "query", "bias"]
+Family = Literal["wgmma", "mma"]
+
+
+class Tiles(NamedTuple):
+    """How one kernel is cut: rows of Q and of K per tile, warps, stages of its load pipeline, precision of products."""
+
+    q_tile: int
+    k_tile: int
+    num_warps: int
+    num_stages: int
+    precision: str = "ieee"
+    """For float32: "ieee", or a sum of bf16 or TF32 products of the same accuracy. 16-bit products are exact."""
+
+
+class Gpu(NamedTuple):
+    """What the choice depends on."""
+
+    capability: tuple[int, int]
+    """Compute capability; (0, 0) for other makes."""
+    shared_memory: int
+    """Bytes that one program may use."""
+
+    @property
+    def family(self) -> Family:
+        """Whether the tensor cores read their operands from shared memory, or from registers."""
+        return "wgmma" if self.capability[0] in (9, 10) else "mma"
+
+    @property
+    def tensor_memory(self) -> bool:
+        """Whether the tensor cores have a memory of their own for their sums."""
+        return self.capability[0] == 10
+
+
+class Row(NamedTuple):
+    """The choices up to a width, the larger one of D and Dv padded to a power of two."""
+
+    max_width: int
+    choices: tuple[Tiles, ...]
+    why: str
+
+
+INTERPRETER = Tiles(32, 64, 4, 1)
+"""For Triton's interpreter: small, so that small cases cross many tiles."""
+
+DELTA = Tiles(64, 64, 4, 1)
+"""Any: the kernel reads two tensors once."""
+
+X6 = "bf16x6"
+
+TABLE: dict[tuple[Family, Direction, int], tuple[Row, ...]] = {
+    ("wgmma", "forward", 2): (
+        Row(64, (Tiles(128, 64, 4, 3),), "248 registers, no spills; 128 keys spill"),
+        Row(128, (Tiles(128, 128, 8, 2), Tiles(128, 64, 8, 2)), "no spills in the loops; 160 KiB"),
+        Row(256, (Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 1)), "no spills in the loops; 192 KiB"),
+    ),
+    ("wgmma", "key_value", 2): (
+        Row(64, (Tiles(64, 128, 8, 2),), "no spills; 128 queries spill 144 times per step"),
+        Row(128, (Tiles(64, 128, 8, 2), Tiles(64, 64, 8, 1)), "13 spills per step, 0 without a pipeline"),
+        Row(256, (Tiles(32, 64, 8, 2), Tiles(32, 32, 4, 1)), "no spills; 64 queries spill 53 times per step"),
+    ),
+    ("wgmma", "query", 2): (
+        Row(64, (Tiles(128, 128, 8, 2), Tiles(64, 64, 4, 2)), "no spills"),
+        Row(128, (Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 1)), "no spills; 128 keys spill"),
+        Row(256, (Tiles(64, 64, 8, 2), Tiles(64, 32, 4, 1)), "no spills; 192 KiB"),
+    ),
+    ("wgmma", "forward", 4): (
+        Row(64, (Tiles(128, 64, 8, 2, X6), Tiles(64, 32, 4, 2, X6)), "no spills; 64 queries on 4 warps spill"),
+        Row(128, (Tiles(128, 32, 8, 2, X6), Tiles(64, 32, 4, 1, X6)), "no spills; 64 keys spill 52 times per step"),
+        Row(256, (Tiles(64, 16, 4, 2, X6), Tiles(32, 16, 4, 1, X6)), "what shared memory holds"),
+    ),
+    ("wgmma", "key_value", 4): (
+        Row(64, (Tiles(32, 128, 8, 2, X6), Tiles(32, 64, 4, 1, X6)), "no spills; 64 by 64 spills 52 times per step"),
+        Row(128, (Tiles(16, 64, 8, 2, X6), Tiles(16, 32, 4, 1, X6)), "32 queries spill 185 times per step"),
+        Row(256, (Tiles(16, 32, 8, 1, X6), Tiles(16, 16, 4, 1, X6)), "what registers hold"),
+    ),
+    ("wgmma", "query", 4): (
+        Row(64, (Tiles(64, 32, 4, 2, X6),), "190 registers, no spills"),
+        Row(128, (Tiles(64, 32, 8, 2, X6), Tiles(64, 16, 4, 1, X6)), "17 spills per step"),
+        Row(256, (Tiles(32, 16, 4, 1, X6),), "what shared memory holds"),
+    ),
+    ("mma", "forward", 2): (
+        Row(64, (Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2)), "no spills on sm_80"),
+        Row(128, (Tiles(128, 64, 8, 2), Tiles(64, 32, 4, 2)), "96 KiB: fits sm_86, sm_89 and sm_120, too"),
+        Row(256, (Tiles(64, 32, 4, 2), Tiles(32, 32, 4, 1)), "96 KiB"),
+    ),
+    ("mma", "key_value", 2): (
+        Row(64, (Tiles(64, 128, 8, 2), Tiles(64, 64, 4, 1)), "no spills on sm_80"),
+        Row(128, (Tiles(64, 64, 8, 2), Tiles(32, 64, 4, 1)), "no spills on sm_80; 96 KiB"),
+        Row(256, (Tiles(16, 64, 8, 2), Tiles(16, 32, 4, 1)), "what registers hold"),
+    ),
+    ("mma", "query", 2): (
+        Row(64, (Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 1)), "no spills on sm_80"),
+        Row(128, (Tiles(64, 64, 8, 2), Tiles(64, 32, 4, 1)), "no spills on sm_80; 96 KiB"),
+        Row(256, (Tiles(64, 32, 8, 1), Tiles(32, 32, 4, 1)), "what shared memory holds"),
+    ),
+    ("mma", "forward", 4): (
+        Row(64, (Tiles(64, 32, 4, 2, X6), Tiles(32, 32, 4, 1, X6)), "what registers hold, on six operands"),
+        Row(128, (Tiles(64, 16, 8, 2, X6), Tiles(32, 16, 4, 1, X6)), "95 spills per step on sm_80; 176 with 4 warps"),
+        Row(256, (Tiles(32, 16, 4, 1, X6),), "what registers hold, on six operands"),
+    ),
+    ("mma", "key_value", 4): (
+        Row(64, (Tiles(32, 32, 4, 1, X6),), "no spills on sm_80; 64 keys spill 206 times per step"),
+        Row(128, (Tiles(16, 32, 8, 1, X6),), "3 spills per step on sm_80; 104 with 4 warps"),
+        Row(256, (Tiles(16, 16, 4, 1, X6),), "what registers hold, on six operands"),
+    ),
+    ("mma", "query", 4): (
+        Row(64, (Tiles(32, 32, 4, 1, X6),), "no spills on sm_80; 64 queries spill 69 times per step"),
+        Row(128, (Tiles(32, 16, 8, 1, X6),), "82 spills per step on sm_80; 129 with 4 warps"),
+        Row(256, (Tiles(16, 16, 4, 1, X6),), "what registers hold, on six operands"),
+    ),
+}
+"""Spills are counted in the compiled loops of causal problems (`tests/test_triton_compile.py`), on sm_90 for wgmma."""
+
+
+def choose(problem: Problem, direction: Direction, gpu: Gpu | None) -> Tiles:
+    """The tiles of one kernel; `gpu` is None in Triton's interpreter."""
+    if gpu is None:
+        return INTERPRETER
+    if direction == "delta":
+        return DELTA
+    # A tile of the bias's gradient costs what a tile of dQ costs.
+    row_of: Direction = "query" if direction == "bias" else direction
+    width = max(padded(problem.dim), padded(problem.dim_v))
+    rows = TABLE[gpu.family, row_of, problem.dtype.itemsize]
+    choices = next(row.choices for row in rows if width <= row.max_width)
+    tiles = next((t for t in choices if shared_bytes(problem, direction, t, gpu) <= gpu.shared_memory), choices[-1])
+    while shared_bytes(problem, direction, tiles, gpu) > gpu.shared_memory and _smaller(tiles) != tiles:
+        tiles = _smaller(tiles)
+    if gpu.tensor_memory and problem.dtype.itemsize == 4:
+        # Triton 3.6 compiles some float32 kernels to nothing at all for sm_100, not so where 32 rows keep it off that
+        # GPU's newer instructions.
+        tiles = Tiles(min(tiles.q_tile, 32), min(tiles.k_tile, 32), 4, 1, tiles.precision)
+    return tiles
+
+
+def objections(problem: Problem, gpu: Gpu | None) -> list[str]:
+    """Why not even the smallest tiles fit on this GPU, if so."""
+    if gpu is None:
+        return []
+    needs = max(shared_bytes(problem, kernel, choose(problem, kernel, gpu), gpu) for kernel in get_args(Direction))
+    if needs <= gpu.shared_memory:
+        return []
+    return [f"the smallest tiles need {needs} bytes of shared memory; this GPU has {gpu.shared_memory} per program"]
+
+
+def shared_bytes(problem: Problem, direction: Direction, tiles: Tiles, gpu: Gpu) -> int:
+    """Shared memory that the kernel needs at most: operands of products, once per stage where a loop loads them."""
+    if direction == "delta":
+        return 8 * tiles.q_tile * tiles.num_warps
+    size = problem.dtype.itemsize
+    q_rows, k_rows = (tile * (padded(problem.dim) + padded(problem.dim_v)) for tile in tiles[:2])
+    walked, kept = (q_rows, k_rows) if direction == "key_value" else (k_rows, q_rows)
+    if direction == "forward":
+        kept = tiles.q_tile * padded(problem.dim)
+    scores = tiles.q_tile * tiles.k_tile
+    extra = scores * (_bias_size(problem) + (problem.mask is not None)) + 2 * 4 * tiles.q_tile
+    stages = 1 if direction == "bias" else tiles.num_stages
+    total = stages * (walked * size + extra) + kept * size
+    if size == 4:
+        # Operands in three bf16 parts, of which some go through shared memory; measured, rounded up.
+        total += 2 * (scores + max(q_rows, k_rows))
+    if gpu.tensor_memory:
+        # Weights and dS on their way from registers to the tensor cores.
+        total += 1024 + 2 * scores * size
+    return total
+
+
+def _bias_size(problem: Problem) -> int:
+    return 0 if problem.bias is None else 4
+
+
+def _smaller(tiles: Tiles) -> Tiles:
+    """The next smaller tiles: a pipeline stage less, then half of the longer side, down to 16 by 16."""
+    if tiles.num_stages > 1:
+        return tiles._replace(num_stages=tiles.num_stages - 1)
+    if tiles.q_tile >= tiles.k_tile:
+        return tiles._replace(q_tile=max(16, tiles.q_tile // 2))
+    return tiles._replace(k_tile=max(16, tiles.k_tile // 2))

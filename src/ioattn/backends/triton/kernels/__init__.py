@@ -1,0 +1,1 @@
+"""The device code: it imports Triton, so only `launch` imports it."""

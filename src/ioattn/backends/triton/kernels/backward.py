@@ -1,0 +1,245 @@
+"""The backward: delta, then dK and dV by tiles of keys, dQ by tiles of queries, the bias's gradient by its own tiles.
+
+Reads like `eager._backward_sequence`. P is recomputed from the scores and the LSE three times, once per kernel, and in
+return every gradient is summed by the one program that owns it, in one order: no atomics, bitwise the same from run to
+run, no workspace but delta. dK and dV hold scores as [K, Q], so that P^T and dS^T are made where they are used.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ioattn.backends.triton.kernels.tiles import (
+    EDGE,
+    FULL,
+    LOG2E,
+    Task,
+    clear_slack,
+    decoded,
+    device,
+    distance_at,
+    dot,
+    edge_start,
+    every_tile,
+    key_ranges,
+    load_keys,
+    load_queries,
+    load_tile,
+    only_finite,
+    operands_at,
+    place,
+    query_ranges,
+    row_at,
+    sequence_of,
+    store_tile,
+    visible_at,
+)
+
+
+@triton.jit
+def delta_kernel(out, dout, dlse, delta, numbers, form: tl.constexpr):
+    """delta = rowsum(dO * O) - dLSE for one tile of queries; packed rows are one sequence here."""
+    numbers = decoded(numbers)
+    batch, head, tile = place(numbers, False)
+    start = tile * form.OUT.ROWS
+    out_tile = load_tile(out, row_at(out, batch, head, 0), start, numbers.rows_q, form.OUT, EDGE)
+    dout_tile = load_tile(dout, row_at(dout, batch, head, 0), start, numbers.rows_q, form.OUT, EDGE)
+    total = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
+    row = start + tl.arange(0, form.OUT.ROWS)
+    exists = row < numbers.rows_q
+    row = row.to(tl.int64)
+    if dlse is not None:
+        total -= tl.load(row_at(dlse, batch, head, row), mask=exists, other=0.0)
+    tl.store(row_at(delta, batch, head, row), total, mask=exists)
+
+
+@triton.jit
+def key_value_kernel(inputs, upstream, dk, dv, numbers, form: tl.constexpr, step: tl.constexpr, dstep: tl.constexpr):
+    """Overwrite one tile of `dk` and `dv`: a walk over the queries that see it, of every head that shares it."""
+    numbers = decoded(numbers)
+    batch, kv_head, tile = place(numbers, False)
+    seq = sequence_of(batch, inputs, numbers, form)
+    task = Task(inputs, numbers, kv_head * form.GROUP, seq)
+    if inputs.starts_q is not None and batch == numbers.batch:
+        clear_slack(dk, seq.start_k, numbers.rows_k, kv_head, tile, numbers, form.K)
+        clear_slack(dv, seq.start_k, numbers.rows_k, kv_head, tile, numbers, form.V)
+        return
+    k_start = tile * form.K.ROWS
+    if k_start >= seq.len_k:
+        return
+    keys = load_keys(task, k_start, form, EDGE)
+    dk_tile = tl.zeros((form.K.ROWS, form.K.WIDTH), tl.float32)
+    dv_tile = tl.zeros((form.V.ROWS, form.V.WIDTH), tl.float32)
+    ranges = query_ranges(k_start, task, form)
+    for head in range(kv_head * form.GROUP, (kv_head + 1) * form.GROUP):
+        task = Task(inputs, numbers, head, seq)
+        for q_start in range(ranges.full_start, ranges.full_end, form.Q.ROWS):
+            queries = load_queries(task, upstream, q_start, form, FULL)
+            dk_tile, dv_tile = add_queries(dk_tile, dv_tile, queries, keys, task, form, step, dstep, FULL)
+        for edge in range(ranges.edges):
+            queries = load_queries(task, upstream, edge_start(edge, ranges, form.Q.ROWS), form, EDGE)
+            dk_tile, dv_tile = add_queries(dk_tile, dv_tile, queries, keys, task, form, step, dstep, EDGE)
+    dk_tile *= numbers.scale
+    store_tile(dk_tile, dk, row_at(dk, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.K)
+    store_tile(dv_tile, dv, row_at(dv, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.V)
+
+
+@device
+def add_queries(
+    dk_tile,
+    dv_tile,
+    queries,
+    keys,
+    task,
+    form: tl.constexpr,
+    step: tl.constexpr,
+    dstep: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """Add what one tile of queries contributes to a tile of dK and dV; scores are [K, Q]."""
+    row = (queries.start + tl.arange(0, form.Q.ROWS))[None, :]
+    col = (keys.start + tl.arange(0, form.K.ROWS))[:, None]
+    operands = operands_at(row, col, task)
+    distance = distance_at(row, col, task)
+    raw = dot(keys.k, tl.trans(queries.q), None, form) * task.numbers.scale
+    scores = step(raw, distance, operands)
+    weights = tl.exp2((scores - queries.lse[None, :]) * LOG2E)
+    if KIND != FULL:
+        # Where a row's lse is NaN, exp has not made the hidden weights zero.
+        visible = visible_at(row, col, task)
+        weights = tl.where(visible, weights, 0.0)
+    dv_tile = dot(weights.to(keys.v.dtype), only_finite(queries.dout, KIND), dv_tile, form)
+    dscores = weights * (dot(keys.v, tl.trans(queries.dout), None, form) - queries.delta[None, :])
+    if KIND != FULL:
+        dscores = tl.where(visible, dscores, 0.0)
+    dproduct = dstep(dscores, raw, distance, operands)
+    dk_tile = dot(dproduct.to(keys.k.dtype), only_finite(queries.q, KIND), dk_tile, form)
+    return dk_tile, dv_tile
+
+
+@triton.jit
+def query_kernel(
+    inputs, upstream, dq, dbias, totals, numbers, form: tl.constexpr, step: tl.constexpr, dstep: tl.constexpr
+):
+    """Overwrite one tile of `dq`, what the walk touches of the gradient of a bias that repeats nothing, and `totals`.
+
+    `totals` are the sums of dS over the keys, wanted for the gradient of sinks.
+    """
+    numbers = decoded(numbers)
+    batch, head, tile = place(numbers, inputs.hi is not None)
+    seq = sequence_of(batch, inputs, numbers, form)
+    task = Task(inputs, numbers, head, seq)
+    if inputs.starts_q is not None and batch == numbers.batch:
+        clear_slack(dq, seq.start_q, numbers.rows_q, head, tile, numbers, form.Q)
+        return
+    q_start = tile * form.Q.ROWS
+    if q_start >= seq.len_q:
+        return
+    queries = load_queries(task, upstream, q_start, form, EDGE)
+    dq_tile = tl.zeros((form.Q.ROWS, form.Q.WIDTH), tl.float32)
+    total = tl.zeros((form.Q.ROWS,), tl.float32)
+    ranges = key_ranges(q_start, task, form)
+    for k_start in range(ranges.full_start, ranges.full_end, form.K.ROWS):
+        keys = load_keys(task, k_start, form, FULL)
+        dq_tile, total = add_keys(dq_tile, total, queries, keys, task, dbias, totals, form, step, dstep, FULL)
+    for edge in range(ranges.edges):
+        keys = load_keys(task, edge_start(edge, ranges, form.K.ROWS), form, EDGE)
+        dq_tile, total = add_keys(dq_tile, total, queries, keys, task, dbias, totals, form, step, dstep, EDGE)
+    dq_tile *= numbers.scale
+    store_tile(dq_tile, dq, row_at(dq, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q)
+    if totals is not None:
+        row = q_start + tl.arange(0, form.Q.ROWS)
+        pointers = row_at(totals, seq.batch, head, seq.start_q + row.to(tl.int64))
+        tl.store(pointers, total, mask=row < seq.len_q)
+
+
+@device
+def add_keys(
+    dq_tile,
+    total,
+    queries,
+    keys,
+    task,
+    dbias,
+    totals,
+    form: tl.constexpr,
+    step: tl.constexpr,
+    dstep: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """Add what one tile of keys contributes to a tile of dQ, and to the sums of dS; scores are [Q, K]."""
+    row = (queries.start + tl.arange(0, form.Q.ROWS))[:, None]
+    col = (keys.start + tl.arange(0, form.K.ROWS))[None, :]
+    operands = operands_at(row, col, task)
+    distance = distance_at(row, col, task)
+    raw = dot(queries.q, tl.trans(keys.k), None, form) * task.numbers.scale
+    dscores = dscores_of(raw, distance, operands, queries, keys, form, step)
+    if KIND != FULL:
+        dscores = tl.where(visible_at(row, col, task), dscores, 0.0)
+    if dbias is not None:
+        pointers = row_at(dbias, task.seq.batch, task.head, row.to(tl.int64)) + col.to(tl.int64) * dbias.column
+        exists = (row < task.seq.len_q) & (col < task.seq.len_k)
+        tl.store(pointers, dscores.to(dbias.ptr.dtype.element_ty), mask=exists)
+    if totals is not None:
+        total += tl.sum(dscores, 1)
+    dproduct = dstep(dscores, raw, distance, operands)
+    return dot(dproduct.to(keys.k.dtype), only_finite(keys.k, KIND), dq_tile, form), total
+
+
+@device
+def dscores_of(raw, distance, operands, queries, keys, form: tl.constexpr, step: tl.constexpr):
+    """The gradient of the finished scores of a tile, [Q, K], before the mask."""
+    weights = tl.exp2((step(raw, distance, operands) - queries.lse[:, None]) * LOG2E)
+    return weights * (dot(queries.dout, tl.trans(keys.v), None, form) - queries.delta[:, None])
+
+
+@triton.jit
+def bias_kernel(
+    inputs, upstream, dbias, repeats, numbers, form: tl.constexpr, step: tl.constexpr, ONE_ROW: tl.constexpr
+):
+    """Overwrite one tile of the gradient of a bias: the sum of dS over the batches, heads and queries it repeats for.
+
+    `repeats` counts them, in tiles of queries where the bias is ONE_ROW for all. One program sums them, in one order.
+    """
+    numbers = decoded(numbers)
+    key_tiles = (numbers.len_k + form.K.ROWS - 1) // form.K.ROWS
+    program = tl.program_id(0)
+    k_start = program % key_tiles * form.K.ROWS
+    own_tile = program // key_tiles % numbers.tiles
+    own = program // key_tiles // numbers.tiles
+    repeated_heads = repeats.heads >> 2
+    repeated_tiles = repeats.tiles >> 2
+    own_head = own % (numbers.heads // repeated_heads)
+    own_batch = own // (numbers.heads // repeated_heads)
+    total = tl.zeros((form.Q.ROWS, form.K.ROWS), tl.float32)
+    for at in range((repeats.batches >> 2) * repeated_heads * repeated_tiles):
+        head = own_head + at // repeated_tiles % repeated_heads
+        batch = own_batch + at // repeated_tiles // repeated_heads
+        seq = sequence_of(batch.to(tl.int64), inputs, numbers, form)
+        task = Task(inputs, numbers, head.to(tl.int64), seq)
+        q_start = (own_tile + at % repeated_tiles) * form.Q.ROWS
+        ranges = every_tile(key_ranges(q_start, task, form), form.K.ROWS)
+        if (k_start >= ranges.start) & (k_start < ranges.start + ranges.edges * form.K.ROWS):
+            queries = load_queries(task, upstream, q_start, form, EDGE)
+            total += dscores_at(queries, load_keys(task, k_start, form, EDGE), task, form, step)
+    column = k_start + tl.arange(0, form.K.ROWS)
+    pointers = row_at(dbias, own_batch.to(tl.int64), own_head.to(tl.int64), 0) + column.to(tl.int64) * dbias.column
+    exists = column < numbers.len_k
+    if ONE_ROW:
+        tl.store(pointers, tl.sum(total, 0).to(dbias.ptr.dtype.element_ty), mask=exists)
+    else:
+        row = own_tile * form.Q.ROWS + tl.arange(0, form.Q.ROWS)
+        pointers = pointers[None, :] + row.to(tl.int64)[:, None] * dbias.row
+        exists = exists[None, :] & (row < numbers.len_q)[:, None]
+        tl.store(pointers, total.to(dbias.ptr.dtype.element_ty), mask=exists)
+
+
+@device
+def dscores_at(queries, keys, task, form: tl.constexpr, step: tl.constexpr):
+    """The gradient of the finished scores of a tile, [Q, K]."""
+    row = (queries.start + tl.arange(0, form.Q.ROWS))[:, None]
+    col = (keys.start + tl.arange(0, form.K.ROWS))[None, :]
+    raw = dot(queries.q, tl.trans(keys.k), None, form) * task.numbers.scale
+    dscores = dscores_of(raw, distance_at(row, col, task), operands_at(row, col, task), queries, keys, form, step)
+    return tl.where(visible_at(row, col, task), dscores, 0.0)

@@ -1,0 +1,118 @@
+"""The forward: one program walks over the keys that its tile of queries sees.
+
+Reads like `eager.forward`. Tiles that the band keeps whole run a loop without a test; the tiles at its edges run a
+second loop that masks by select. Values that are hidden and not finite are the business of `repair.py`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ioattn.backends.triton.kernels.tiles import (
+    EDGE,
+    FULL,
+    INF,
+    LOG2E,
+    Task,
+    clear_slack,
+    decoded,
+    device,
+    distance_at,
+    dot,
+    edge_start,
+    key_ranges,
+    load_keys,
+    load_q,
+    only_finite,
+    operands_at,
+    or_zero,
+    place,
+    row_at,
+    sequence_of,
+    store_tile,
+    visible_at,
+)
+
+
+@triton.jit
+def forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.constexpr):
+    """Overwrite one tile of `out` and `lse`."""
+    numbers = decoded(numbers)
+    batch, head, tile = place(numbers, inputs.hi is not None)
+    seq = sequence_of(batch, inputs, numbers, form)
+    task = Task(inputs, numbers, head, seq)
+    if inputs.starts_q is not None and batch == numbers.batch:
+        clear_slack(out, seq.start_q, numbers.rows_q, head, tile, numbers, form.OUT)
+        clear_lse(lse, task, tile, form.Q.ROWS)
+        return
+    q_start = tile * form.Q.ROWS
+    if q_start >= seq.len_q:
+        return
+    q_tile = load_q(task, q_start, form, EDGE)
+    ranges = key_ranges(q_start, task, form)
+    row_max, row_sum = sink_or_nothing(task, form)
+    acc = tl.zeros((form.OUT.ROWS, form.OUT.WIDTH), tl.float32)
+    for k_start in range(ranges.full_start, ranges.full_end, form.K.ROWS):
+        row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, q_start, k_start, task, form, step, FULL)
+    for edge in range(ranges.edges):
+        k_start = edge_start(edge, ranges, form.K.ROWS)
+        row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, q_start, k_start, task, form, step, EDGE)
+    store_results(row_max, row_sum, acc, out, lse, q_start, task, form)
+
+
+@device
+def store_results(row_max, row_sum, acc, out, lse, q_start, task, form: tl.constexpr):
+    """Divide by the sum of the weights and write `out` and `lse`."""
+    seq = task.seq
+    # A row that saw no key has row_sum 0 (or only its sink's 1) and acc 0: out 0.
+    acc = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
+    store_tile(acc, out, row_at(out, seq.batch, task.head, seq.start_q), q_start, seq.len_q, form.OUT)
+    if form.LATE:
+        row_max *= task.numbers.scale
+    row = q_start + tl.arange(0, form.Q.ROWS)
+    pointers = row_at(lse, seq.batch, task.head, seq.start_q) + row.to(tl.int64) * lse.row
+    tl.store(pointers, row_max + tl.log(row_sum), mask=row < seq.len_q)
+
+
+@device
+def attend(
+    row_max, row_sum, acc, q_tile, q_start, k_start, task, form: tl.constexpr, step: tl.constexpr, KIND: tl.constexpr
+):
+    """The online softmax over one tile of keys."""
+    keys = load_keys(task, k_start, form, KIND)
+    row = (q_start + tl.arange(0, form.Q.ROWS))[:, None]
+    col = (k_start + tl.arange(0, form.K.ROWS))[None, :]
+    scores = dot(q_tile, tl.trans(keys.k), None, form)
+    factor = LOG2E
+    if form.LATE:
+        factor = task.numbers.scale * LOG2E
+    else:
+        scores = step(scores * task.numbers.scale, distance_at(row, col, task), operands_at(row, col, task))
+    if KIND != FULL:
+        scores = tl.where(visible_at(row, col, task), scores, -INF)
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    shift = or_zero(new_max)
+    weights = tl.exp2((scores - shift[:, None]) * factor)
+    rescale = tl.exp2((row_max - shift) * factor)
+    row_sum = rescale * row_sum + tl.sum(weights, 1)
+    acc = dot(weights.to(keys.v.dtype), only_finite(keys.v, KIND), rescale[:, None] * acc, form)
+    return new_max, row_sum, acc
+
+
+@device
+def sink_or_nothing(task, form: tl.constexpr):
+    """`row_max` and `row_sum` before the first key: a sink counts as one key whose value is zero."""
+    row_max = tl.full((form.Q.ROWS,), -INF, tl.float32)
+    if task.inputs.sinks is not None:
+        row_max = tl.zeros_like(row_max) + tl.load(task.inputs.sinks + task.head).to(tl.float32)
+    return row_max, (row_max != -INF).to(tl.float32)
+
+
+@device
+def clear_lse(lse, task, tile, TILE: tl.constexpr):
+    """-inf for the rows behind the last packed sequence."""
+    pointers = row_at(lse, 0, task.head, task.seq.start_q)
+    for at in range(tile * TILE, task.seq.len_q, task.numbers.tiles * TILE):
+        row = at + tl.arange(0, TILE)
+        tl.store(pointers + row.to(tl.int64) * lse.row, tl.full((TILE,), -INF, tl.float32), mask=row < task.seq.len_q)

@@ -1,0 +1,150 @@
+"""A second look at the tiles that are not finite, where the band or a mask hides scores.
+
+A hidden weight is 0, but 0 * NaN is NaN: NaN or inf in a row of V that a query does not see would reach it through the
+tile that holds them both, and the same goes for Q, K and dO in the backward. Instead of a test per tile in the loops
+that count, these kernels read the results once, leave a tile alone if it is finite, as nearly always, and otherwise
+compute it again with care. On their own, because inside of the kernels they repair they cost the loops their registers:
+154 spills per step in dK and dV at D128 on sm_90.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ioattn.backends.triton.kernels.backward import add_keys, add_queries
+from ioattn.backends.triton.kernels.forward import attend, sink_or_nothing, store_results
+from ioattn.backends.triton.kernels.tiles import (
+    EDGE,
+    EXACT,
+    Task,
+    add_special,
+    decoded,
+    device,
+    edge_start,
+    every_tile,
+    is_finite,
+    key_ranges,
+    load_keys,
+    load_q,
+    load_queries,
+    load_tile,
+    place,
+    query_ranges,
+    row_at,
+    sequence_of,
+    store_tile,
+    visible_at,
+)
+
+
+@triton.jit
+def repair_forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.constexpr):
+    """Overwrite one tile of `out` and `lse` again unless it is finite."""
+    numbers = decoded(numbers)
+    batch, head, tile = place(numbers, inputs.hi is not None)
+    seq = sequence_of(batch, inputs, numbers, form)
+    task = Task(inputs, numbers, head, seq)
+    q_start = tile * form.Q.ROWS
+    if q_start >= seq.len_q:
+        return
+    if is_finite(load_tile(out, row_at(out, seq.batch, head, seq.start_q), q_start, seq.len_q, form.OUT, EDGE)):
+        return
+    q_tile = load_q(task, q_start, form, EDGE)
+    ranges = every_tile(key_ranges(q_start, task, form), form.K.ROWS)
+    row_max, row_sum = sink_or_nothing(task, form)
+    acc = tl.zeros((form.OUT.ROWS, form.OUT.WIDTH), tl.float32)
+    for edge in range(ranges.edges):
+        k_start = edge_start(edge, ranges, form.K.ROWS)
+        row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, q_start, k_start, task, form, step, EXACT)
+    for edge in range(ranges.edges):
+        keys = load_keys(task, edge_start(edge, ranges, form.K.ROWS), form, EDGE)
+        acc = add_special_values(acc, q_start, keys, task, form)
+    store_results(row_max, row_sum, acc, out, lse, q_start, task, form)
+
+
+@device
+def add_special_values(acc, q_start, keys, task, form: tl.constexpr):
+    """Add what is infinite or NaN in one tile of V, where it is visible."""
+    row = (q_start + tl.arange(0, form.Q.ROWS))[:, None]
+    col = (keys.start + tl.arange(0, form.K.ROWS))[None, :]
+    return add_special(acc, visible_at(row, col, task), keys.v, form, False)
+
+
+@triton.jit
+def repair_key_value_kernel(
+    inputs, upstream, dk, dv, numbers, form: tl.constexpr, step: tl.constexpr, dstep: tl.constexpr
+):
+    """Overwrite one tile of `dk` and `dv` again unless both are finite."""
+    numbers = decoded(numbers)
+    batch, kv_head, tile = place(numbers, False)
+    seq = sequence_of(batch, inputs, numbers, form)
+    k_start = tile * form.K.ROWS
+    if k_start >= seq.len_k:
+        return
+    dk_tile = load_tile(dk, row_at(dk, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.K, EDGE)
+    dv_tile = load_tile(dv, row_at(dv, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.V, EDGE)
+    if is_finite(dk_tile) & is_finite(dv_tile):
+        return
+    task = Task(inputs, numbers, kv_head * form.GROUP, seq)
+    keys = load_keys(task, k_start, form, EDGE)
+    dk_tile = tl.zeros((form.K.ROWS, form.K.WIDTH), tl.float32)
+    dv_tile = tl.zeros((form.V.ROWS, form.V.WIDTH), tl.float32)
+    ranges = every_tile(query_ranges(k_start, task, form), form.Q.ROWS)
+    for head in range(kv_head * form.GROUP, (kv_head + 1) * form.GROUP):
+        task = Task(inputs, numbers, head, seq)
+        for edge in range(ranges.edges):
+            queries = load_queries(task, upstream, edge_start(edge, ranges, form.Q.ROWS), form, EDGE)
+            dk_tile, dv_tile = add_queries(dk_tile, dv_tile, queries, keys, task, form, step, dstep, EXACT)
+        for edge in range(ranges.edges):
+            queries = load_queries(task, upstream, edge_start(edge, ranges, form.Q.ROWS), form, EDGE)
+            dk_tile, dv_tile = add_special_queries(dk_tile, dv_tile, queries, k_start, task, form)
+    dk_tile *= numbers.scale
+    store_tile(dk_tile, dk, row_at(dk, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.K)
+    store_tile(dv_tile, dv, row_at(dv, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.V)
+
+
+@device
+def add_special_queries(dk_tile, dv_tile, queries, k_start, task, form: tl.constexpr):
+    """Add what is infinite or NaN in one tile of Q and of dO, where it is visible."""
+    row = (queries.start + tl.arange(0, form.Q.ROWS))[None, :]
+    col = (k_start + tl.arange(0, form.K.ROWS))[:, None]
+    visible = visible_at(row, col, task)
+    dk_tile = add_special(dk_tile, visible, queries.q, form, True)
+    return dk_tile, add_special(dv_tile, visible, queries.dout, form, False)
+
+
+@triton.jit
+def repair_query_kernel(
+    inputs, upstream, dq, dbias, totals, numbers, form: tl.constexpr, step: tl.constexpr, dstep: tl.constexpr
+):
+    """Overwrite one tile of `dq` again unless it is finite; in `dbias` and `totals` hidden scores are 0 already."""
+    numbers = decoded(numbers)
+    batch, head, tile = place(numbers, inputs.hi is not None)
+    seq = sequence_of(batch, inputs, numbers, form)
+    task = Task(inputs, numbers, head, seq)
+    q_start = tile * form.Q.ROWS
+    if q_start >= seq.len_q:
+        return
+    if is_finite(load_tile(dq, row_at(dq, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q, EDGE)):
+        return
+    queries = load_queries(task, upstream, q_start, form, EDGE)
+    dq_tile = tl.zeros((form.Q.ROWS, form.Q.WIDTH), tl.float32)
+    total = tl.zeros((form.Q.ROWS,), tl.float32)
+    ranges = every_tile(key_ranges(q_start, task, form), form.K.ROWS)
+    for edge in range(ranges.edges):
+        keys = load_keys(task, edge_start(edge, ranges, form.K.ROWS), form, EDGE)
+        dq_tile, total = add_keys(dq_tile, total, queries, keys, task, None, None, form, step, dstep, EXACT)
+    for edge in range(ranges.edges):
+        keys = load_keys(task, edge_start(edge, ranges, form.K.ROWS), form, EDGE)
+        dq_tile = add_special_keys(dq_tile, q_start, keys, task, form)
+    dq_tile *= numbers.scale
+    store_tile(dq_tile, dq, row_at(dq, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q)
+
+
+@device
+def add_special_keys(dq_tile, q_start, keys, task, form: tl.constexpr):
+    """Add what is infinite or NaN in one tile of K, where it is visible."""
+    row = (q_start + tl.arange(0, form.Q.ROWS))[:, None]
+    col = (keys.start + tl.arange(0, form.K.ROWS))[None, :]
+    return add_special(dq_tile, visible_at(row, col, task), keys.k, form, True)

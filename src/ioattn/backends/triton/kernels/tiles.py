@@ -1,0 +1,396 @@
+"""What the kernels share on the device: places, ranges of tiles, loads, scores, visibility, products.
+
+The counterpart of `_Scores` in `backends/eager.py`. `row` and `col` are the numbers of queries and keys, of any two
+shapes that broadcast to a tile: the forward and dQ hold scores as `[Q, K]`, dK and dV as `[K, Q]`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ioattn.backends.triton.arguments import Numbers
+
+device = (lambda function: function) if triton.knobs.runtime.interpret else triton.jit
+"""Decorates what kernels call. Not in the interpreter: it patches all of `tl` for each call of a decorated function."""
+
+LOG2E = tl.constexpr(1.4426950408889634)
+INF = tl.constexpr(float("inf"))
+
+FULL = tl.constexpr("full")
+"""A tile whose every score is visible: no test."""
+EDGE = tl.constexpr("edge")
+"""A tile with hidden scores, which are masked by select."""
+EXACT = tl.constexpr("exact")
+"""An edge whose products leave out values that are inf or NaN: `add_special` adds what is visible of them."""
+
+
+class Sequence(NamedTuple):
+    """Where the rows of one sequence start, how many it has, and the shift of its band."""
+
+    batch: Any
+    start_q: Any
+    start_k: Any
+    len_q: Any
+    len_k: Any
+    shift: Any
+
+
+class Task(NamedTuple):
+    """One head of one sequence, and the tensors that it is a part of.
+
+    Kernels make it themselves: what a Triton function returns is no longer a constant.
+    """
+
+    inputs: Any
+    numbers: Any
+    head: Any
+    seq: Any
+
+
+class Queries(NamedTuple):
+    """A tile of queries and what the backward knows of them."""
+
+    start: Any
+    q: Any
+    dout: Any
+    lse: Any
+    delta: Any
+
+
+class Keys(NamedTuple):
+    """A tile of keys and values."""
+
+    start: Any
+    k: Any
+    v: Any
+
+
+class Ranges(NamedTuple):
+    """Tiles that a loop visits: `[full_start, full_end)` without a test, and `edges` tiles around them."""
+
+    start: Any
+    full_start: Any
+    full_end: Any
+    edges: Any
+
+
+@device
+def decoded(numbers):
+    """The numbers themselves: see `arguments.encoded`."""
+    return Numbers(
+        numbers.batch >> 2,
+        numbers.heads >> 2,
+        numbers.len_q >> 2,
+        numbers.len_k >> 2,
+        numbers.rows_q >> 2,
+        numbers.rows_k >> 2,
+        numbers.tiles >> 2,
+        numbers.shift >> 2,
+        numbers.scale,
+    )
+
+
+@device
+def place(numbers, LATE_ROWS_ARE_LONG: tl.constexpr):
+    """(batch, head, tile) of this program: the tiles of one head are neighbours and find its data in the L2 cache."""
+    program = tl.program_id(0)
+    tile = program % numbers.tiles
+    if LATE_ROWS_ARE_LONG:
+        # Late queries of a causal band see the most keys: the longest tiles go first.
+        tile = numbers.tiles - 1 - tile
+    at = program // numbers.tiles
+    return (at // numbers.heads).to(tl.int64), (at % numbers.heads).to(tl.int64), tile
+
+
+@device
+def sequence_of(batch, inputs, numbers, form: tl.constexpr):
+    """Sequence number `batch`; number `numbers.batch` of a packed call is the slack behind the last one."""
+    start_q = batch * 0
+    start_k = batch * 0
+    len_q = numbers.len_q
+    len_k = numbers.len_k
+    if inputs.starts_q is not None:
+        slack = batch == numbers.batch
+        start_q = tl.load(inputs.starts_q + batch).to(tl.int64)
+        start_k = tl.load(inputs.starts_k + batch).to(tl.int64)
+        len_q = tl.load(inputs.starts_q + batch + 1, mask=batch < numbers.batch, other=0)
+        len_k = tl.load(inputs.starts_k + batch + 1, mask=batch < numbers.batch, other=0)
+        len_q = tl.where(slack, numbers.rows_q, len_q) - start_q.to(tl.int32)
+        len_k = tl.where(slack, numbers.rows_k, len_k) - start_k.to(tl.int32)
+        batch = batch * 0
+    shift = numbers.shift
+    if form.BOTTOM_RIGHT:
+        shift += len_k - len_q
+    return Sequence(batch, start_q, start_k, len_q, len_k, shift)
+
+
+@device
+def key_ranges(q_start, task, form: tl.constexpr):
+    """The key tiles that the queries of the tile at `q_start` see."""
+    seq = task.seq
+    lo = None
+    hi = None
+    if task.inputs.lo is not None:
+        lo = task.inputs.lo >> 2
+    if task.inputs.hi is not None:
+        hi = task.inputs.hi >> 2
+    last = tl.minimum(q_start + form.Q.ROWS, seq.len_q) - 1
+    return ranges_of(lo, hi, seq.shift, q_start, last, seq.len_k, task.inputs.mask, form.K.ROWS)
+
+
+@device
+def query_ranges(k_start, task, form: tl.constexpr):
+    """The query tiles that see the keys of the tile at `k_start`: the same closed forms, the band mirrored."""
+    seq = task.seq
+    lo = None
+    hi = None
+    if task.inputs.hi is not None:
+        lo = -(task.inputs.hi >> 2)
+    if task.inputs.lo is not None:
+        hi = -(task.inputs.lo >> 2)
+    last = tl.minimum(k_start + form.K.ROWS, seq.len_k) - 1
+    return ranges_of(lo, hi, -seq.shift, k_start, last, seq.len_q, task.inputs.mask, form.Q.ROWS)
+
+
+@device
+def ranges_of(lo, hi, shift, first, last, n, mask, TILE: tl.constexpr):
+    """`Band.key_range` and `Band.full_key_range` of rows `first` to `last`, in whole tiles of TILE of the n columns."""
+    start = first * 0
+    full_start = first * 0
+    end = n
+    full_end = n
+    if lo is not None:
+        start = tl.minimum(tl.maximum(first + shift + lo, 0), n)
+        full_start = tl.minimum(tl.maximum(last + shift + lo, 0), n)
+    if hi is not None:
+        end = tl.minimum(tl.maximum(last + shift + hi + 1, 0), n)
+        full_end = tl.minimum(tl.maximum(first + shift + hi + 1, 0), n)
+    start = start // TILE * TILE
+    end = tl.maximum(start, end)
+    full_start = (full_start + TILE - 1) // TILE * TILE
+    full_end = full_end // TILE * TILE
+    if mask is not None:
+        full_end = full_start
+    none_full = full_end <= full_start
+    full_start = tl.where(none_full, start, full_start)
+    full_end = tl.where(none_full, start, full_end)
+    edges = (full_start - start) // TILE + (end - full_end + TILE - 1) // TILE
+    return Ranges(start, full_start, full_end, edges)
+
+
+@device
+def edge_start(index, ranges, TILE: tl.constexpr):
+    """Where edge number `index` starts: first those before the full tiles, then those behind them."""
+    at = ranges.start + index * TILE
+    return at + tl.where(at >= ranges.full_start, ranges.full_end - ranges.full_start, 0)
+
+
+@device
+def every_tile(ranges, TILE: tl.constexpr):
+    """The same tiles, all of them edges."""
+    edges = ranges.edges + (ranges.full_end - ranges.full_start) // TILE
+    return Ranges(ranges.start, ranges.start, ranges.start, edges)
+
+
+@device
+def row_at(matrix, batch, head, row):
+    """The address of a row."""
+    return matrix.ptr + batch * matrix.batch + head * matrix.head + row * matrix.row
+
+
+@device
+def pointers_at(matrix, first, start, box: tl.constexpr):
+    """The addresses of the tile that starts at row `start` behind row `first`."""
+    row = tl.arange(0, box.ROWS)[:, None]
+    column = tl.arange(0, box.WIDTH)[None, :]
+    if box.WIDE:
+        row = row.to(tl.int64)
+        column = column.to(tl.int64)
+    return first + tl.cast(start, tl.int64) * matrix.row + (row * matrix.row + column * matrix.column)
+
+
+@device
+def exists_at(start, n, box: tl.constexpr):
+    """Which elements of the tile exist in a matrix of n rows."""
+    exists = (start + tl.arange(0, box.ROWS) < n)[:, None]
+    if box.COLUMNS != box.WIDTH:
+        exists = exists & (tl.arange(0, box.WIDTH) < box.COLUMNS)[None, :]
+    return exists
+
+
+@device
+def load_tile(matrix, first, start, n, box: tl.constexpr, KIND: tl.constexpr):
+    """The tile that starts at row `start` behind row `first`; what does not exist is 0."""
+    pointers = pointers_at(matrix, first, start, box)
+    if KIND != FULL:
+        tile = tl.load(pointers, mask=exists_at(start, n, box), other=0.0)
+    elif box.COLUMNS != box.WIDTH:
+        tile = tl.load(pointers, mask=(tl.arange(0, box.WIDTH) < box.COLUMNS)[None, :], other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tile  # [ROWS, WIDTH]
+
+
+@device
+def store_tile(value, matrix, first, start, n, box: tl.constexpr):
+    """Overwrite what exists of a tile, in the matrix's type."""
+    pointers = pointers_at(matrix, first, start, box)
+    tl.store(pointers, value.to(matrix.ptr.dtype.element_ty), mask=exists_at(start, n, box))
+
+
+@device
+def clear_slack(matrix, start, end, head, tile, numbers, box: tl.constexpr):
+    """Zero the rows `[start, end)` behind the last packed sequence; the launch's tiles share them."""
+    first = row_at(matrix, 0, head, 0)
+    for at in range(start + tile * box.ROWS, end, numbers.tiles * box.ROWS):
+        store_tile(tl.zeros((box.ROWS, box.WIDTH), tl.float32), matrix, first, at, end, box)
+
+
+@device
+def load_rows(rows, task, start, KIND: tl.constexpr, TILE: tl.constexpr):
+    """One number per query of a tile; 0 where there is no query."""
+    row = start + tl.arange(0, TILE)
+    pointers = row_at(rows, task.seq.batch, task.head, task.seq.start_q) + row.to(tl.int64) * rows.row
+    exists = None
+    other = None
+    if KIND != FULL:
+        exists = row < task.seq.len_q
+        other = 0.0
+    return tl.load(pointers, mask=exists, other=other).to(tl.float32)  # [TILE]
+
+
+@device
+def load_q(task, start, form: tl.constexpr, KIND: tl.constexpr):
+    """A tile of Q."""
+    q = task.inputs.q
+    first = row_at(q, task.seq.batch, task.head, task.seq.start_q)
+    return load_tile(q, first, start, task.seq.len_q, form.Q, KIND)
+
+
+@device
+def load_queries(task, upstream, start, form: tl.constexpr, KIND: tl.constexpr):
+    """A tile of queries; the LSE of one that saw nothing is 0, which makes exp(-inf - lse) 0 and not NaN."""
+    q = load_q(task, start, form, KIND)
+    first = row_at(upstream.dout, task.seq.batch, task.head, task.seq.start_q)
+    dout = load_tile(upstream.dout, first, start, task.seq.len_q, form.OUT, KIND)
+    lse = or_zero(load_rows(upstream.lse, task, start, KIND, form.Q.ROWS))
+    return Queries(start, q, dout, lse, load_rows(upstream.delta, task, start, KIND, form.Q.ROWS))
+
+
+@device
+def load_keys(task, start, form: tl.constexpr, KIND: tl.constexpr):
+    """A tile of keys and values."""
+    k = task.inputs.k
+    v = task.inputs.v
+    kv_head = task.head // form.GROUP
+    first_k = row_at(k, task.seq.batch, kv_head, task.seq.start_k)
+    first_v = row_at(v, task.seq.batch, kv_head, task.seq.start_k)
+    k_tile = load_tile(k, first_k, start, task.seq.len_k, form.K, KIND)
+    return Keys(start, k_tile, load_tile(v, first_v, start, task.seq.len_k, form.V, KIND))
+
+
+@device
+def visible_at(row, col, task):
+    """Which scores count."""
+    inputs = task.inputs
+    mask = task.inputs.mask
+    visible = (row < task.seq.len_q) & (col < task.seq.len_k)
+    offset = col - row - task.seq.shift
+    if inputs.lo is not None:
+        visible = visible & (offset >= (inputs.lo >> 2))
+    if inputs.hi is not None:
+        visible = visible & (offset <= (inputs.hi >> 2))
+    if mask is not None:
+        pointers = row_at(mask, task.seq.batch, task.head, row.to(tl.int64)) + col.to(tl.int64) * mask.column
+        visible = visible & (tl.load(pointers, mask=visible, other=0) != 0)
+    return visible
+
+
+@device
+def distance_at(row, col, task):
+    """abs(i + Nk - Nq - j) where a term asks for it."""
+    distance = 0.0
+    if task.inputs.slopes is not None:
+        distance = tl.abs(row + (task.seq.len_k - task.seq.len_q) - col).to(tl.float32)
+    return distance
+
+
+@device
+def operands_at(row, col, task):
+    """The operands of the score terms, in the terms' order."""
+    operands = ()
+    if task.inputs.softcap is not None:
+        operands += (task.inputs.softcap,)
+    if task.inputs.slopes is not None:
+        operands += (tl.load(task.inputs.slopes + task.head).to(tl.float32),)
+    bias = task.inputs.bias
+    if bias is not None:
+        pointers = row_at(bias, task.seq.batch, task.head, row.to(tl.int64)) + col.to(tl.int64) * bias.column
+        exists = (row < task.seq.len_q) & (col < task.seq.len_k)
+        operands += (tl.load(pointers, mask=exists, other=0.0).to(tl.float32),)
+    return operands
+
+
+@device
+def dot(a, b, acc, form: tl.constexpr):
+    """a @ b, added to acc where there is one, in float32."""
+    if form.UPCAST:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=form.PRECISION)
+
+
+@device
+def only_finite(values, KIND: tl.constexpr):
+    """The values of a product with weights; in an exact tile 0 for NaN and inf, which `add_special` adds later."""
+    if KIND == EXACT:
+        values = tl.where(tl.abs(values) < INF, values, 0.0).to(values.dtype)
+    return values
+
+
+@device
+def add_special(acc, visible, values, form: tl.constexpr, SIGNED: tl.constexpr):
+    """What visible NaN and inf among the values make of a sum over the finite ones, as IEEE has it.
+
+    The hidden ones have no say: their weight is 0 already, but 0 * NaN is NaN. Weights > 0 give an infinity of the
+    value's sign, or NaN. SIGNED weights are dS, which is 0 or NaN wherever Q or K is infinite: NaN.
+    """
+    if SIGNED:
+        acc = tl.where(sees(visible, (tl.abs(values) < INF) == 0, values.dtype, form), float("nan"), acc)
+    else:
+        acc += tl.where(sees(visible, values == INF, values.dtype, form), INF, 0.0)
+        acc -= tl.where(sees(visible, values == -INF, values.dtype, form), INF, 0.0)
+        acc = tl.where(sees(visible, values != values, values.dtype, form), float("nan"), acc)
+    return acc
+
+
+@device
+def sees(visible, special, DTYPE: tl.constexpr, form: tl.constexpr):
+    """Which sums have a special value among their visible ones."""
+    return dot(visible.to(DTYPE), special.to(DTYPE), None, form) > 0
+
+
+@device
+def is_finite(x):
+    """Whether every element of a tile is a finite number."""
+    # One reduction over both axes: one after the other did not compile for sm_100 in Triton 3.6.
+    return tl.max(((tl.abs(x) < INF) == 0).to(tl.int32)) == 0
+
+
+@device
+def or_zero(x):
+    """-inf becomes 0, so that exp(-inf - max) of a row that has seen nothing is 0 and not exp(-inf + inf)."""
+    return tl.where(x == -INF, 0.0, x)
+
+
+@device
+def tanh(x):
+    """The hyperbolic tangent; near 0, where 1 - exp(-2 |x|) cancels, its series up to x^7."""
+    square = x * x
+    near = x * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0 - square * (17.0 / 315.0))))
+    power = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
+    far = (1.0 - power) / (1.0 + power)
+    return tl.where(square < 0.01, near, tl.where(x < 0, -far, far))

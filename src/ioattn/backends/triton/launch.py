@@ -1,0 +1,364 @@
+"""The host side: from a problem and its tensors to launches of the kernels.
+
+What follows from shapes and strides alone (tiles, compiled kernel, numbers) is prepared once and looked up afterwards;
+a later call only builds the tuples that hold pointers, and hands them to the compiled kernel without Triton's own
+inspection of every argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ioattn.backends.triton import config
+from ioattn.backends.triton.arguments import (
+    Box,
+    Form,
+    Inputs,
+    Matrix,
+    Numbers,
+    Repeats,
+    Rows,
+    Upstream,
+    encoded,
+    is_wide,
+    padded,
+)
+from ioattn.backends.triton.config import Direction, Gpu, Tiles
+from ioattn.backends.triton.kernels.backward import bias_kernel, delta_kernel, key_value_kernel, query_kernel
+from ioattn.backends.triton.kernels.forward import forward_kernel
+from ioattn.backends.triton.kernels.repair import repair_forward_kernel, repair_key_value_kernel, repair_query_kernel
+from ioattn.backends.triton.kernels.tiles import tanh
+from ioattn.compose import Formula, Function, fold
+from ioattn.problem import Gradients, Problem, Tensors
+from ioattn.scores import Term
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Whether Triton runs kernels in its interpreter, on the CPU: decided when Triton is imported."""
+
+MAX_PREPARED = 4096
+"""Prepared calls that are remembered."""
+
+
+class Prepared:
+    """A kernel that only lacks the arguments which hold tensors; compiled when it is first called."""
+
+    def __init__(self, kernel: Any, programs: int, constant: tuple[Any, ...], tiles: Tiles) -> None:
+        self.kernel, self.programs, self.constant, self.tiles = kernel, programs, constant, tiles
+        self.runner: Callable[..., None] | None = None
+
+    def __call__(self, arguments: tuple[Any, ...]) -> None:
+        """Start the kernel on the current stream, if there is anything to do."""
+        if self.runner is not None:
+            self.runner(*arguments, *self.constant)
+        elif self.programs:
+            compiled = self.kernel[(self.programs,)](*arguments, *self.constant, **self.options)
+            if not INTERPRETED:
+                self.runner = compiled[(self.programs, 1, 1)]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """How Triton compiles the kernel. Fused multiply-adds are wanted; Triton 3.10 turns their default around."""
+        return {"num_warps": self.tiles.num_warps, "num_stages": self.tiles.num_stages, "enable_fp_fusion": True}
+
+
+def forward(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None:
+    """Write softmax(S) V to `out` and log(rowsum(exp(S))) to `lse`."""
+    key = ("forward", id(problem), *map(_layout, (*tensors, out, lse)))
+    prepared = _remember(key, problem, lambda: prepare_forward(problem, tensors, out, gpu_of(problem.device)))
+    with _on(problem.device):
+        arguments = forward_arguments(problem, tensors, out, lse)
+        for kernel in prepared:
+            kernel(arguments)
+
+
+def backward(
+    problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, grads: Gradients
+) -> None:
+    """Write the gradients of q, k and v, and those of bias and sinks where wanted, to `grads`."""
+    delta = torch.empty_like(lse)
+    repeated_bias = grads.dbias is not None and not _repeats_nothing(problem)
+    totals = torch.empty_like(lse) if repeated_bias or grads.dsinks is not None else None
+    key = ("backward", id(problem), *map(_layout, (*tensors, out, lse, dout, dlse, *grads)))
+    prepared = _remember(
+        key, problem, lambda: prepare_backward(problem, tensors, out, dout, grads, gpu_of(problem.device))
+    )
+    with _on(problem.device):
+        if grads.dbias is not None:
+            # The walk over keys leaves out what the band hides.
+            grads.dbias.zero_()
+        given = backward_arguments(problem, tensors, out, lse, dout, dlse, (delta, totals), grads)
+        for kernels, arguments in zip(prepared[:3], given[:3], strict=True):
+            for kernel in kernels:
+                kernel(arguments)
+        if totals is None:
+            return
+        weights = _sink_weights(tensors.sinks, lse)
+        _make_delta(totals, delta, dlse, weights)
+        for (bias_gradient,), arguments in zip(prepared[3:], given[3:], strict=True):
+            bias_gradient(arguments)
+        if grads.dsinks is not None:
+            # The sink is one more key whose value is zero: dsink = P_sink * (0 - delta), over batch and queries.
+            terms = torch.where(weights == 0, 0, weights * totals)
+            grads.dsinks.copy_(-terms.sum(-1 if problem.packed else (0, -1)))
+
+
+def prepare_forward(problem: Problem, tensors: Tensors, out: Tensor, gpu: Gpu | None) -> list[Prepared]:
+    """The kernels that overwrite `out` and the LSE."""
+    wide = _is_wide(problem, tensors, (out,))
+    tiles, count, numbers, form = _launch(problem, tensors, "forward", wide, gpu)
+    constant = (numbers, form, _formula(problem.terms).step)
+    kernels = (forward_kernel, repair_forward_kernel)
+    return _with_repair(problem, kernels, count * problem.heads, constant, tiles)
+
+
+def _with_repair(
+    problem: Problem, kernels: tuple[Any, Any], tiles_per_sequence: int, constant: tuple[Any, ...], tiles: Tiles
+) -> list[Prepared]:
+    """A kernel, and where something is hidden the one that repairs what it wrote."""
+    main, repair = kernels
+    # The tiles of one sequence more clear what lies behind the last packed one.
+    prepared = [Prepared(main, tiles_per_sequence * (problem.batch + problem.packed), constant, tiles)]
+    if problem.band.bounded or problem.mask is not None:
+        # Without a pipeline, so that it needs no more shared memory than the kernel that it repairs.
+        prepared.append(Prepared(repair, tiles_per_sequence * problem.batch, constant, tiles._replace(num_stages=1)))
+    return prepared
+
+
+def forward_arguments(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
+    """The arguments of the forward kernel that hold tensors."""
+    return (_inputs(problem, tensors), Matrix.of(out, problem.packed), Rows.of(lse, problem.packed))
+
+
+def prepare_backward(
+    problem: Problem, tensors: Tensors, out: Tensor, dout: Tensor, grads: Gradients, gpu: Gpu | None
+) -> list[list[Prepared]]:
+    """The kernels that overwrite delta, dK and dV, dQ, and the bias's gradient, in order."""
+    wide = _is_wide(problem, tensors, (out, dout, *grads[:3]))
+    formula = _formula(problem.terms)
+    tiles, count, numbers, form = _launch(problem, tensors, "delta", wide, gpu)
+    programs = count * problem.heads * (1 if problem.packed else problem.batch)
+    delta = [Prepared(delta_kernel, programs, (numbers, form), tiles)]
+    tiles, count, numbers, form = _launch(problem, tensors, "key_value", wide, gpu)
+    constant = (numbers, form, formula.step, formula.dstep)
+    kernels = (key_value_kernel, repair_key_value_kernel)
+    key_value = _with_repair(problem, kernels, count * problem.kv_heads, constant, tiles)
+    tiles, count, numbers, form = _launch(problem, tensors, "query", wide, gpu)
+    constant = (numbers, form, formula.step, formula.dstep)
+    query = _with_repair(problem, (query_kernel, repair_query_kernel), count * problem.heads, constant, tiles)
+    if grads.dbias is None or _repeats_nothing(problem):
+        return [delta, key_value, query]
+    return [delta, key_value, query, [_prepare_bias(problem, tensors, wide, gpu)]]
+
+
+def backward_arguments(
+    problem: Problem,
+    tensors: Tensors,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    scratch: tuple[Tensor, Tensor | None],
+    grads: Gradients,
+) -> list[tuple[Any, ...]]:
+    """The arguments that hold tensors, for each group of kernels in `prepare_backward`; scratch: delta and totals."""
+    delta, totals = scratch
+    packed = problem.packed
+    inputs, dout_matrix, delta_rows = _inputs(problem, tensors), Matrix.of(dout, packed), Rows.of(delta, packed)
+    dq, dk, dv = (Matrix.of(x, packed) for x in grads[:3])
+    dbias = Matrix.maybe(grads.dbias)
+    upstream = Upstream(dout_matrix, Rows.of(lse, packed), delta_rows)
+    own_bias = dbias if _repeats_nothing(problem) else None
+    each: list[tuple[Any, ...]] = [
+        (Matrix.of(out, packed), dout_matrix, None if dlse is None else Rows.of(dlse, packed), delta_rows),
+        (inputs, upstream, dk, dv),
+        (inputs, upstream, dq, own_bias, None if totals is None else Rows.of(totals, packed)),
+    ]
+    if own_bias is dbias:
+        return each
+    full_delta = delta_rows if totals is None else Rows.of(totals, packed)
+    return [*each, (inputs, upstream._replace(delta=full_delta), dbias)]
+
+
+def _prepare_bias(problem: Problem, tensors: Tensors, wide: bool, gpu: Gpu | None) -> Prepared:
+    assert problem.bias is not None
+    batches, heads, rows = problem.bias
+    tiles, count, numbers, form = _launch(problem, tensors, "bias", wide, gpu)
+    one_row = rows == 1
+    repeats = Repeats(*map(encoded, (problem.batch // batches, problem.heads // heads, count if one_row else 1)))
+    own_tiles = 1 if one_row else count
+    numbers = numbers._replace(tiles=encoded(own_tiles))
+    programs = _count(problem.len_k, tiles.k_tile) * own_tiles * heads * batches
+    return Prepared(bias_kernel, programs, (repeats, numbers, form, _formula(problem.terms).step, one_row), tiles)
+
+
+def _sink_weights(sinks: Tensor | None, lse: Tensor) -> Tensor:
+    """P of the sink, per head and query."""
+    if sinks is None:
+        return lse.new_zeros(())
+    return torch.where(lse == -torch.inf, 0, torch.exp(sinks.float()[:, None] - lse))
+
+
+def _make_delta(totals: Tensor, delta: Tensor, dlse: Tensor | None, sink_weights: Tensor) -> None:
+    """Turn sums of dS over the keys into a better delta: for what sums dS over many queries, sinks and repeated biases.
+
+    delta was made of an output that may have been rounded to 16 bits, and its error has one sign for a whole row. The
+    sum of dS is sum(P dP) - delta * (1 - P_sink), and delta in full is sum(P dP) - dLSE.
+    """
+    totals += delta * (1 - sink_weights)
+    if dlse is not None:
+        totals -= dlse
+
+
+def _repeats_nothing(problem: Problem) -> bool:
+    return problem.bias == (problem.batch, problem.heads, problem.len_q)
+
+
+def _launch(
+    problem: Problem, tensors: Tensors, direction: Direction, wide: bool, gpu: Gpu | None
+) -> tuple[Tiles, int, Numbers, Form]:
+    """The tiles of one kernel, how many of them the longest sequence has, and what the kernel is told."""
+    tiles = config.choose(problem, direction, gpu)
+    if direction == "key_value":
+        heads, count = problem.kv_heads, _count(problem.len_k, tiles.k_tile)
+    else:
+        rows = tensors.q.shape[0] if direction == "delta" and problem.packed else problem.len_q
+        heads, count = problem.heads, _count(rows, tiles.q_tile)
+    if problem.packed:
+        # Slack is cleared even where no sequence has a row.
+        count = max(1, count)
+    return tiles, count, _numbers(problem, tensors, heads, count), _form(problem, tiles, wide)
+
+
+def _inputs(problem: Problem, tensors: Tensors) -> Inputs:
+    q, k, v, bias, mask, slopes, sinks, starts_q, starts_k = tensors
+    packed = problem.packed
+    qkv = (Matrix.of(q, packed), Matrix.of(k, packed), Matrix.of(v, packed))
+    per_head = (_in_a_row(slopes), _in_a_row(sinks), _in_a_row(starts_q), _in_a_row(starts_k))
+    lo, hi = _limits(problem)
+    softcap = None if problem.softcap is None else float(problem.softcap)
+    return Inputs(*qkv, Matrix.maybe(bias), Matrix.maybe(mask), *per_head, lo, hi, softcap)
+
+
+def _in_a_row(x: Tensor | None) -> Tensor | None:
+    """One number after the other in memory."""
+    return x if x is None or x.stride(0) == 1 else x.contiguous()
+
+
+def _limits(problem: Problem) -> tuple[int | None, int | None]:
+    """The band's lo and hi, encoded."""
+    band = problem.band
+    # No offset is farther out than this, so that sums with these limits stay within 32 bits.
+    reach = problem.len_q + problem.len_k + abs(band.shift)
+    lo, hi = (None if x is None else encoded(min(max(x, -reach), reach)) for x in (band.lo, band.hi))
+    return lo, hi
+
+
+def _numbers(problem: Problem, tensors: Tensors, heads: int, tiles: int) -> Numbers:
+    rows_q = tensors.q.shape[0] if problem.packed else problem.len_q
+    rows_k = tensors.k.shape[0] if problem.packed else problem.len_k
+    return Numbers(
+        batch=encoded(problem.batch),
+        heads=encoded(heads),
+        len_q=encoded(problem.len_q),
+        len_k=encoded(problem.len_k),
+        rows_q=encoded(rows_q),
+        rows_k=encoded(rows_k),
+        tiles=encoded(tiles),
+        shift=encoded(problem.band.shift),
+        scale=problem.scale,
+    )
+
+
+def _form(problem: Problem, tiles: Tiles, wide: bool) -> Form:
+    d, dv = (problem.dim, padded(problem.dim), wide), (problem.dim_v, padded(problem.dim_v), wide)
+    return Form(
+        Q=_constant(Box(tiles.q_tile, *d)),
+        K=_constant(Box(tiles.k_tile, *d)),
+        V=_constant(Box(tiles.k_tile, *dv)),
+        OUT=_constant(Box(tiles.q_tile, *dv)),
+        GROUP=problem.group,
+        BOTTOM_RIGHT=problem.align == "bottom-right",
+        LATE=not problem.terms and not problem.sinks and problem.scale > 0,
+        PRECISION=tiles.precision,
+        UPCAST=INTERPRETED and problem.dtype == torch.bfloat16,
+    )
+
+
+def _constant(box: Box) -> Any:
+    """A part of a constant is a constant of its own to Triton's compiler; its interpreter knows no constants."""
+    return box if INTERPRETED else tl.constexpr(Box(*map(tl.constexpr, box)))
+
+
+def _count(rows: int, tile: int) -> int:
+    return -(-rows // tile)
+
+
+def _is_wide(problem: Problem, tensors: Tensors, others: Sequence[Tensor]) -> bool:
+    return is_wide(*(Matrix.of(x, problem.packed) for x in (*tensors[:3], *others)))
+
+
+@lru_cache
+def _formula(terms: tuple[Term, ...]) -> Formula:
+    return fold(terms, {"tanh": tanh}, _compiled)
+
+
+def _compiled(function: Function) -> Function:
+    if INTERPRETED:
+        return function
+    scope = function.__globals__
+    if "slot" in scope:
+        # Triton tells functions apart by name and types: folded steps of two terms need two names.
+        function.__qualname__ = f"{function.__name__}_{scope['slot']}"
+        # Of numbers, a Triton function may read only those globals that say that they are constant.
+        scope["slot"] = tl.constexpr(scope["slot"])
+    return cast(Function, triton.jit(function))
+
+
+T = TypeVar("T")
+
+
+class _Memory(NamedTuple):
+    problem: Problem
+    """Kept alive, so that its id names no other problem."""
+    value: Any
+
+
+_memories: dict[Any, _Memory] = {}
+
+
+def _remember(key: Any, problem: Problem, make: Callable[[], T]) -> T:
+    """What `make` made for this key, which contains the id of the problem."""
+    memory = _memories.get(key)
+    if memory is None:
+        if len(_memories) >= MAX_PREPARED:
+            _memories.clear()
+        memory = _memories[key] = _Memory(problem, make())
+    value: T = memory.value
+    return value
+
+
+def _layout(x: Tensor | None) -> Any:
+    """All that a compiled kernel takes for granted of a tensor that the problem does not say."""
+    return None if x is None else (x.stride(), x.data_ptr() % 16)
+
+
+@lru_cache
+def gpu_of(device: torch.device) -> Gpu | None:
+    """What tiles are chosen for; None in the interpreter."""
+    if INTERPRETED:
+        return None
+    shared_memory = triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
+    capability = (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
+    return Gpu(capability, shared_memory)
+
+
+def _on(device: torch.device) -> Any:
+    """Triton launches on the current device: make it the tensors'."""
+    return torch.cuda.device(device.index if device.type == "cuda" else -1)

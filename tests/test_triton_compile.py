@@ -1,0 +1,223 @@
+"""The Triton kernels compiled for GPUs that are not here: shared memory, spills, tensor core instructions."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from ioattn.problem import Gradients, Options, Problem, Tensors
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+if triton.knobs.runtime.interpret:
+    pytest.skip("TRITON_INTERPRET is set: nothing is compiled", allow_module_level=True)
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from ioattn.backends.triton import config, launch  # noqa: E402
+from ioattn.backends.triton.config import Gpu  # noqa: E402
+
+# Compute capability: shared memory that one program may use (CUDA C++ Programming Guide, technical specifications).
+GPUS = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+
+TENSOR_CORES = {80: "HMMA", 89: "HMMA", 90: "HGMMA", 100: "HMMA", 120: "HMMA"}
+
+POINTERS = {
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.bool: "*i1",
+    torch.int32: "*i32",
+}
+
+
+class Kernel(NamedTuple):
+    """One kernel as the host would launch it."""
+
+    name: str
+    prepared: launch.Prepared
+    arguments: tuple[Any, ...]
+    shared_bound: int
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def gpu(sm: int) -> Gpu:
+    return Gpu(divmod(sm, 10), GPUS[sm])
+
+
+def kernels(
+    sm: int,
+    dtype: torch.dtype,
+    dim: int,
+    options: Options = Options(),  # noqa: B008
+    **extras: Any,
+) -> Iterator[Kernel]:
+    """Every kernel of the forward and the backward of one problem, on tensors without memory."""
+
+    packed = "cu_seqlens_q" in extras
+    shape = (4096, 8, dim) if packed else (2, 8, 2048, dim)
+    kv_shape = (4096, 4, dim) if packed else (2, 4, 2048, dim)
+    q, k, v = (empty(*sizes, dtype=dtype) for sizes in (shape, kv_shape, kv_shape))
+    tensors = Tensors(q, k, v, **extras)
+    problem = Problem.of(tensors, options)
+    out, lse = torch.empty_like(q), empty(*((8, 4096) if packed else shape[:3]))
+    dbias = None if tensors.bias is None else torch.empty_like(tensors.bias)
+    grads = Gradients(*map(torch.empty_like, (q, k, v)), dbias)
+    groups = [launch.prepare_forward(problem, tensors, out, gpu(sm))]
+    groups += launch.prepare_backward(problem, tensors, out, out, grads, gpu(sm))
+    given = [launch.forward_arguments(problem, tensors, out, lse)]
+    given += launch.backward_arguments(problem, tensors, out, lse, out, None, (lse, lse), grads)
+    directions = ("forward", "delta", "key_value", "query", "bias")
+    for direction, group, arguments in zip(directions, groups, given, strict=False):
+        bound = config.shared_bytes(problem, direction, group[0].tiles, gpu(sm))
+        for prepared in group:
+            yield Kernel(prepared.kernel.__name__, prepared, (*arguments, *prepared.constant), bound)
+
+
+def compile_for(sm: int, kernel: Kernel) -> Any:
+    """What Triton's launcher would compile for these arguments on that GPU."""
+    signature, constants, attributes = {}, {}, {}
+    for i, (parameter, value) in enumerate(zip(kernel.prepared.kernel.params, kernel.arguments, strict=True)):
+        if parameter.is_constexpr:
+            signature[parameter.name], constants[(i,)] = "constexpr", value
+        else:
+            specialize = not parameter.do_not_specialize
+            signature[parameter.name] = describe(value, (i,), specialize, constants, attributes)
+    source = ASTSource(kernel.prepared.kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=kernel.prepared.options)
+
+
+def describe(
+    value: Any, path: tuple[int, ...], specialize: bool, constants: dict[Any, Any], attributes: dict[Any, Any]
+) -> Any:
+    """Triton's type of an argument; what it takes as constant or as divisible by 16 goes to the dictionaries."""
+    if isinstance(value, torch.Tensor):
+        attributes[path] = [["tt.divisibility", 16]]
+        return POINTERS[value.dtype]
+    if isinstance(value, tuple):
+        parts = [describe(part, (*path, i), specialize, constants, attributes) for i, part in enumerate(value)]
+        return type(value)(*parts)
+    if value is None or (specialize and value == 1):
+        constants[path] = value
+        return "constexpr"
+    if isinstance(value, float):
+        return "fp32"
+    if specialize and value % 16 == 0:
+        attributes[path] = [["tt.divisibility", 16]]
+    return "i32" if abs(value) < 2**31 else "i64"
+
+
+class Machine(NamedTuple):
+    """What the assembler made of a kernel."""
+
+    registers: int
+    stack: int
+    code: list[tuple[int, str]]
+
+    def spills_in_loops(self) -> int:
+        """Loads and stores of spilled registers in the worst innermost loop with tensor core instructions."""
+        return max((sum("LDL" in i or "STL" in i for i in body) for body in self.loops()), default=0)
+
+    def loops(self) -> Iterator[list[str]]:
+        for address, instruction in self.code:
+            jump = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", instruction)
+            if jump and int(jump[1], 16) < address:
+                body = [i for at, i in self.code if int(jump[1], 16) <= at <= address]
+                if any("MMA" in i for i in body) and sum("BRA" in i for i in body) == 1:
+                    yield body
+
+
+def machine_of(compiled: Any, folder: Path) -> Machine:
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    usage, code = (dump(cubin, option) for option in ("--dump-resource-usage", "--dump-sass"))
+    instructions = [(int(at, 16), i) for at, i in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;/]+);", code)]
+    registers, stack = (max(map(int, re.findall(rf"{name}:(\d+)", usage))) for name in ("REG", "STACK"))
+    return Machine(registers, stack, instructions)
+
+
+def dump(cubin: Path, option: str) -> str:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    return subprocess.run([tool, option, cubin], capture_output=True, text=True, check=True).stdout
+
+
+CASES: dict[str, tuple[torch.dtype, int]] = {
+    "bf16 D64": (torch.bfloat16, 64),
+    "bf16 D128": (torch.bfloat16, 128),
+    "fp32 D64": (torch.float32, 64),
+}
+
+# Per step of the innermost loop. The rest of the accumulators' 128 registers per thread is too little for this one.
+MAX_SPILLS = 16
+KNOWN_SPILLS = {("bf16 D128", 90, "key_value_kernel"): 110}
+
+
+@pytest.mark.parametrize("sm", GPUS)
+@pytest.mark.parametrize("case", CASES)
+def test_causal_kernels_fit(case: str, sm: int, tmp_path: Path) -> None:
+    for kernel in kernels(sm, *CASES[case], Options(hi=0)):
+        if kernel.name.startswith("repair"):
+            continue
+        compiled = compile_for(sm, kernel)
+        machine = machine_of(compiled, tmp_path)
+        assert compiled.metadata.shared <= kernel.shared_bound <= GPUS[sm], kernel
+        if kernel.name == "delta_kernel":
+            assert machine.stack <= 16, kernel  # nothing to speak of: it has no loop
+            continue
+        assert any(TENSOR_CORES[sm] in instruction for _, instruction in machine.code), kernel
+        if sm != 100:  # its loops wait for the tensor cores in loops of their own
+            allowed = KNOWN_SPILLS.get((case, sm, kernel.name), MAX_SPILLS)
+            assert machine.spills_in_loops() <= allowed, kernel
+
+
+PACKED = {"cu_seqlens_q": empty(9, dtype=torch.int32), "cu_seqlens_k": empty(9, dtype=torch.int32)}
+
+FEATURES: dict[str, tuple[Options, dict[str, torch.Tensor]]] = {
+    "window": (Options(lo=-100, hi=20), {}),
+    "softcap and ALiBi": (Options(hi=0, softcap=20.0), {"alibi_slopes": empty(8)}),
+    "bias": (Options(), {"bias": empty(2, 8, 2048, 2048)}),
+    "repeated bias and sinks": (Options(), {"bias": empty(1, 8, 1, 2048), "sinks": empty(8)}),
+    "mask": (Options(), {"mask": empty(2, 1, 2048, 2048, dtype=torch.bool)}),
+    "packed": (Options(hi=0, max_seqlen_q=900, max_seqlen_k=900), PACKED),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_feature_compiles(feature: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    options, extras = FEATURES[feature]
+    for kernel in kernels(90, dtype, 64, options, **extras):
+        compiled = compile_for(90, kernel)
+        assert compiled.metadata.shared <= kernel.shared_bound <= GPUS[90], kernel
+        assert len(machine_of(compiled, tmp_path).code) > 100, kernel
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_the_widest_heads_compile(dtype: torch.dtype) -> None:
+    for kernel in kernels(90, dtype, 256):
+        assert compile_for(90, kernel).metadata.shared <= kernel.shared_bound <= GPUS[90], kernel
+
+
+@pytest.mark.parametrize("shared_memory", [64 * 1024, *GPUS.values()])
+@pytest.mark.parametrize("dim", [16, 64, 80, 128, 192, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_tiles_fit_in_shared_memory_by_construction(dtype: torch.dtype, dim: int, shared_memory: int) -> None:
+    """Also where a GPU has less than any that the table was made for; where nothing fits, the backend objects."""
+    x, bias = empty(1, 1, 300, dim, dtype=dtype), empty(1, 1, 300, 300)
+    problem = Problem.of(Tensors(x, x, x, bias, bias.bool()), Options())
+    for capability in ((8, 0), (9, 0), (10, 0)):
+        small = Gpu(capability, shared_memory)
+        directions = ("forward", "delta", "key_value", "query", "bias")
+        tiles = {direction: config.choose(problem, direction, small) for direction in directions}
+        needs = [config.shared_bytes(problem, direction, tiles[direction], small) for direction in directions]
+        assert (max(needs) > shared_memory) == bool(config.objections(problem, small))
+        assert max(needs) <= shared_memory or (dtype == torch.float32 and dim > 128 and shared_memory < 99 * 1024)
