@@ -8,6 +8,7 @@ neither on the number of threads nor on their timing.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from ioattn.backends.cpu import packing
@@ -116,7 +117,8 @@ class _Backward(Worker):
                 with f.loop(0, panels) as number:
                     panel = self.panel(seq, head, first, number)
                     with self.seen(panel, (k_first, k_last)) as seen:
-                        self._step(chunk, panel, seen)
+                        dead = self._note(panel, "dead").load(I64).differs(0)
+                        self._step(chunk, panel, replace(seen, partial=seen.partial | dead))
             with f.loop(0, panels) as number:
                 self._finish_panel(chunk, self.panel(seq, head, first, number))
 
@@ -135,7 +137,11 @@ class _Backward(Worker):
         return self._tile(f"{region}_rows", panel, words), words * 4
 
     def _state(self, panel: Panel) -> Value:
-        return self.scratch.state + panel.number * (3 * self.row_size)
+        return self.scratch.state + panel.number * (4 * self.row_size)
+
+    def _note(self, panel: Panel, name: str) -> Value:
+        """Where it says whether q or dout of a panel is not finite, or the panel has queries that saw nothing."""
+        return self._state(panel) + (2 * self.row_size + 8 * ("q", "dout", "dead").index(name))
 
     def _start_panel(self, panel: Panel) -> None:
         """Pack q and dout both ways, and compute delta = rowsum(dO * O) - dLSE."""
@@ -146,12 +152,11 @@ class _Backward(Worker):
             if not self.recipe.paired:
                 rows, row_bytes = self._rows(name, panel)
             self.pack_queries(name, panel, rows, tile)
-            found = self._state(panel) + (2 * self.row_size + (0 if name == "q" else 8))
             if self.recipe.paired:
                 pairs, pairs_row = self._rows(name, panel)
                 f.call(self.interleave, rows, row_bytes, pairs, pairs_row, panel.rows, pairs_row // 4)
                 rows, row_bytes = pairs, pairs_row
-            f.call(self.find_nonfinite, rows, row_bytes, self.depth(panel.rows), dim, found)
+            f.call(self.find_nonfinite, rows, row_bytes, self.depth(panel.rows), dim, self._note(panel, name))
         f.call(self.clear, self._tile("dq_acc", panel, args.dim_padded), args.dim_padded * self.panel_rows)
         dout_rows, out_rows = self._fp32_rows("dout", panel), self._fp32_rows("out", panel)
         seq = panel.seq
@@ -218,7 +223,7 @@ class _Backward(Worker):
             weights, 0, rows, row, acc + at * padded * 4, padded * 4, seen.count, self.depth(panel.rows),
             padded // self.target.lanes,
         )  # fmt: skip
-        found = (self._state(panel) + (2 * self.row_size + (0 if name == "q" else 8))).load(I64)
+        found = self._note(panel, name).load(I64)
         guarded = seen.partial & found.differs(0)
         with f.when(guarded):
             f.call(self.add_to_dk_guarded, *call)
@@ -284,8 +289,10 @@ def _start_gradient(module: Module, target: Target, recipe: Recipe) -> Function:
     )
     a, panel_rows = f.args, recipe.vectors * target.lanes
     vector = Type("float", target.lanes)
+    dead = f.variable(0)
     with f.loop(0, a.rows) as row:
         lse = (a.lse + row * 4).load(F32)
+        dead.value = dead.value | f.convert("zext", lse.equals(float("-inf")), I64)
         lse = f.select(lse.equals(float("-inf")), f.constant(float("inf"), F32), lse if recipe.natural else lse * LOG2E)
         total = f.variable(0.0, vector)
         with f.loop(0, a.row_bytes, 4 * target.lanes) as at:
@@ -296,6 +303,7 @@ def _start_gradient(module: Module, target: Target, recipe: Recipe) -> Function:
             delta.value = delta.value - (a.dlse + row * a.dlse_row).load(F32)
         (a.state + row * 4).store(lse)
         (a.state + (row + panel_rows) * 4).store(delta.value)
+    (a.state + (2 * panel_rows * 4 + 16)).store(dead.value)
     with f.loop(a.rows, panel_rows) as row:
         (a.state + row * 4).store(f.constant(float("inf"), F32))
         (a.state + (row + panel_rows) * 4).store(f.constant(0.0, F32))

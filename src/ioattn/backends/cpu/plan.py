@@ -359,7 +359,7 @@ def _backward_sizes(
         "k_rows": chunk * dim * cell if recipe.staged else 0,
         "v_rows": chunk * dim_v * cell if recipe.staged else 0,
         "k_pairs": chunk * dim * 2 if paired else 0,
-        "state": panels * 3 * panel_rows * 4,
+        "state": panels * 4 * panel_rows * 4,
         "dq_acc": rows * dim * 4,
         "dk_acc": chunk * dim * 4,
         "dv_acc": chunk * dim_v * 4,

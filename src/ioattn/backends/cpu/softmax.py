@@ -72,6 +72,7 @@ class _ScoreTile:
         def bounds(x: Value) -> list[Value]:
             return [lanes + f.constant(x.to(I32), self.words) for lanes in self.lanes]
 
+        self.alive: list[Value] | None = None
         if partial:
             self.first = bounds(f.args.lo)
             # Lanes without a query must not see what no query sees: a NaN there would reach sums over queries.
@@ -89,6 +90,8 @@ class _ScoreTile:
             return None
         key = self.f.constant(row.to(I32), self.words)
         seen = (key >= self.first[v]) & (key <= self.last[v])
+        if self.alive is not None:
+            seen = seen & self.alive[v]
         if self.recipe.mask:
             seen = seen & (self.f.args.mask + self.at(row, v)).load(self.words).differs(0)
         return seen
@@ -235,6 +238,8 @@ class _GradientStep:
         self.tile, f = tile, tile.f
         vectors = range(tile.recipe.vectors)
         self.lse = [(f.args.state + v * tile.size).load(tile.vector) for v in vectors]
+        # A query that saw nothing takes part in nothing, whatever gradient arrives at it.
+        tile.alive = [x.differs(float("inf")) for x in self.lse]
         self.delta = [(f.args.state + (tile.row_size + v * tile.size)).load(tile.vector) for v in vectors]
 
     def at(self, row: Value, v: int) -> tuple[Value, Value]:
