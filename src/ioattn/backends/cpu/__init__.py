@@ -52,7 +52,6 @@ def backward(
 ) -> None:
     """Write the gradients of q, k and v, and those of bias and sinks where wanted, to `grads`."""
     bias = None if tensors.bias is None else tensors.bias.dtype
-    dout, dlse = _without_empty_rows(problem, lse, dout, dlse)
     wants = grads.dbias is not None
     plan = _planned(problem, (bias, wants), lambda: plan_backward(problem, lse.shape, bias, wants))
     if problem.band.bounded or problem.packed or problem.len_k == 0:
@@ -79,17 +78,6 @@ def backward(
         grads.dbias.copy_(dbias)
     if grads.dsinks is not None:
         grads.dsinks.copy_(_sink_gradient(problem, tensors, out, lse, dout, dlse))
-
-
-def _without_empty_rows(
-    problem: Problem, lse: Tensor, dout: Tensor, dlse: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Nothing that arrives at an empty row, not even a NaN, has a way to its scores, which may be -inf and visible."""
-    empty = lse == -torch.inf
-    if not empty.any():
-        return dout, dlse
-    rows = empty.mT if problem.packed else empty
-    return dout.masked_fill(rows[..., None], 0), None if dlse is None else dlse.masked_fill(empty, 0)
 
 
 def _inputs(tensors: Tensors) -> dict[str, Tensor]:
