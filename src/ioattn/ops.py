@@ -178,6 +178,8 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
 def _backward(*args: Any) -> tuple[Tensor, ...]:
     tensors, settings = Tensors(*args[:_INPUT_COUNT]), _settings(args)
     out, lse, dout, dlse, want_dbias, want_dsinks = args[_INPUT_COUNT:-_SETTING_COUNT]
+    # Backends index lse as the forward wrote it; vmap hands it over as a view with stride 0.
+    lse = lse.contiguous()
     plan = _plan_for(tensors, *settings)
     grads = _allocate_backward(tensors, want_dbias, want_dsinks)
     dq, dk, dv, dbias, dsinks = grads
