@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -18,7 +18,8 @@ BOTH: tuple[Direction, ...] = ("forward", "backward")
 class Case:
     """Sizes and features of one benchmark; `goals` holds the wanted speed over torch by (dtype name, direction).
 
-    `options` are keyword arguments of `attention`; bias and mask say that such a tensor of one batch and head exists.
+    `options` are keyword arguments of `attention`; bias and mask say that such a tensor of one batch and head exists,
+    alibi and sinks that there is a number per head.
     """
 
     name: str
@@ -31,24 +32,36 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     bias: bool = False
     mask: bool = False
+    alibi: bool = False
+    sinks: bool = False
+    dim_v: int = 0
     dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
     directions: tuple[Direction, ...] = BOTH
     goals: Mapping[tuple[str, Direction], float] = field(default_factory=dict)
 
-    def tensors(self, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
-        """q, k, v, dout, and bias or mask, of normal numbers on the CPU."""
-        generator = torch.Generator().manual_seed(seed)
+    def tensors(self, dtype: torch.dtype, seed: int = 0, device: str = "cpu") -> dict[str, Tensor]:
+        """q, k, v, dout, and what the case's features need, of normal numbers."""
+        generator = torch.Generator(device).manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator).to(dtype)
+            return torch.randn(shape, generator=generator, device=device).to(dtype)
 
-        keys = (self.batch, self.kv_heads or self.heads, self.len_k, self.dim)
-        queries = (self.batch, self.heads, self.len_q, self.dim)
-        made = {"q": normal(*queries), "k": normal(*keys), "v": normal(*keys), "dout": normal(*queries)}
+        kv_heads, dim_v = self.kv_heads or self.heads, self.dim_v or self.dim
+        made = {
+            "q": normal(self.batch, self.heads, self.len_q, self.dim),
+            "k": normal(self.batch, kv_heads, self.len_k, self.dim),
+            "v": normal(self.batch, kv_heads, self.len_k, dim_v),
+            "dout": normal(self.batch, self.heads, self.len_q, dim_v),
+        }
         if self.bias:
             made["bias"] = normal(1, 1, self.len_q, self.len_k)
         if self.mask:
-            made["mask"] = torch.rand((1, 1, self.len_q, self.len_k), generator=generator) > 0.2
+            scores = (1, 1, self.len_q, self.len_k)
+            made["mask"] = torch.rand(scores, generator=generator, device=device) > 0.2
+        if self.alibi:
+            made["alibi_slopes"] = torch.logspace(-1, -8, self.heads, base=2, device=device)
+        if self.sinks:
+            made["sinks"] = torch.randn(self.heads, generator=generator, device=device)
         return made
 
     @property
@@ -68,8 +81,8 @@ class Case:
         return self.batch * self.heads * total
 
     def flops(self, direction: Direction) -> float:
-        """4 * pairs * D forward, 2.5 times that backward."""
-        return 4.0 * self.pairs * self.dim * (1.0 if direction == "forward" else 2.5)
+        """2 * pairs * (D + Dv) forward, 2.5 times that backward."""
+        return 2.0 * self.pairs * (self.dim + (self.dim_v or self.dim)) * (1.0 if direction == "forward" else 2.5)
 
 
 def _goals(forward: Mapping[str, float], backward: Mapping[str, float]) -> dict[tuple[str, Direction], float]:
@@ -104,3 +117,43 @@ CPU_CASES = (
     Case("tiny", 1, 1, 16, 16, 64, dtypes=("fp32",), directions=_FORWARD, goals=_goals({"fp32": 1.0}, {})),
 )
 """What `ioattn bench cpu` runs, in the order of its table."""
+
+
+def _long(dim: int, length: int, dtypes: tuple[str, ...]) -> Iterator[Case]:
+    """Full and causal attention over 16,384 tokens, with H * D = 2048."""
+    for suffix, options in (("", {}), ("-causal", _CAUSAL)):
+        name = f"d{dim}-n{length}{suffix}"
+        yield Case(name, 16_384 // length, 2048 // dim, length, length, dim, options=options, dtypes=dtypes)
+
+
+_HALF: tuple[str, ...] = ("bf16",)
+_SINGLE: tuple[str, ...] = ("fp32",)
+
+GPU_CASES = (
+    *(case for dim in (64, 128, 256) for length in (2048, 8192) for case in _long(dim, length, _HALF)),
+    *(case for dim in (64, 128) for case in _long(dim, 4096, _TWO)),
+)
+"""What `ioattn bench gpu` runs first, in the order of its table."""
+
+
+_OPTIONS: tuple[str, ...] = ("causal", "window", "softcap")
+
+
+def _feature(name: str, kv_heads: int = 0, dim_v: int = 0, **given: Any) -> Case:
+    options: dict[str, Any] = {key: given.pop(key) for key in _OPTIONS if key in given}
+    return Case(name, 4, 16, 4096, 4096, 128, kv_heads, options, dim_v=dim_v, dtypes=_HALF, **given)
+
+
+GPU_FEATURES = (
+    _feature("plain"),
+    _feature("causal", causal=True),
+    _feature("window", window=(512, 512)),
+    _feature("softcap", softcap=20.0),
+    _feature("alibi", alibi=True),
+    _feature("bias", bias=True),
+    _feature("mask", mask=True),
+    _feature("sinks", sinks=True),
+    _feature("grouped", kv_heads=4),
+    _feature("narrow-values", dim_v=64),
+)
+"""One feature each, whose rates stand against that of the first."""

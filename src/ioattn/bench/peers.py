@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import ioattn
@@ -14,10 +15,17 @@ from ioattn.bench.cases import Case
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
+FUSED = {
+    "fp32": {"efficient": SDPBackend.EFFICIENT_ATTENTION},
+    "bf16": {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION},
+    "fp16": {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION},
+}
+"""Torch's fused attention on GPUs."""
+
 
 def ours(case: Case, tensors: Mapping[str, Tensor], backend: str | None) -> Attention:
     """`ioattn.attention` on the case."""
-    extras: dict[str, Any] = {name: tensors[name] for name in ("bias", "mask") if name in tensors}
+    extras: dict[str, Any] = {name: x for name, x in tensors.items() if name not in ("q", "k", "v", "dout")}
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = ioattn.attention(q, k, v, backend=backend, **case.options, **extras)
@@ -45,6 +53,22 @@ def torch_peer(case: Case, tensors: Mapping[str, Tensor]) -> tuple[str, Attentio
         return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
 
     return "sdpa", run
+
+
+def fused_peers(case: Case, dtype: str) -> dict[str, Attention]:
+    """Each of torch's fused kernels by name, for a case without features; the causal one is top-left."""
+    if set(case.options) - {"causal"} or case.bias or case.mask or case.alibi or case.sinks or case.kv_heads:
+        return {}
+    causal = bool(case.options.get("causal"))
+
+    def of(backend: SDPBackend) -> Attention:
+        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(backend):
+                return scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+        return run
+
+    return {name: of(backend) for name, backend in FUSED[dtype].items()}
 
 
 def _mask_of(case: Case, tensors: Mapping[str, Tensor]) -> Tensor | None:

@@ -20,7 +20,7 @@ from ioattn.bench.peers import Attention, ours, torch_peer
 from ioattn.bench.timer import Timing, alternate
 from ioattn.problem import DTYPES, Options, Problem, Tensors
 
-_TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -66,20 +66,20 @@ class Comparison:
 
 def compare(case: Case, dtype: str, backend: str, budget_s: float, rounds: int) -> Iterator[Comparison]:
     """Both directions of a case; a wrong result is reported and not timed."""
-    tensors = case.tensors(_TORCH_DTYPES[dtype])
+    tensors = case.tensors(TORCH_DTYPES[dtype])
     mine = ours(case, tensors, backend)
     peer_name, peer = torch_peer(case, tensors)
-    truth, limits = _reference(case, tensors)
-    errors = [_errors(truth, _results(run, tensors, "backward" in case.directions)) for run in (mine, peer)]
+    truth, limits = reference(case, tensors)
+    errors = [errors_of(truth, results(run, tensors, "backward" in case.directions)) for run in (mine, peer)]
     for direction in case.directions:
         names = ("out",) if direction == "forward" else ("dq", "dk", "dv")
         wrong = [f"{name} is off by {errors[0][name]:.2g}" for name in names if not errors[0][name] <= limits[name]]
         if wrong:
             yield Comparison(case, dtype, direction, fault=", ".join(wrong))
             continue
-        timings = alternate([_call(run, tensors, direction) for run in (mine, peer)], budget_s, rounds)
+        timings = alternate([call(run, tensors, direction) for run in (mine, peer)], budget_s, rounds)
         rows = (
-            _row(case, tensors, direction, label, timing, max(error[name] for name in names))
+            row(case, tensors, direction, label, timing, max(error[name] for name in names))
             for label, timing, error in zip((f"ioattn:{backend}", peer_name), timings, errors, strict=True)
         )
         yield Comparison(case, dtype, direction, tuple(rows))
@@ -106,13 +106,16 @@ def write(rows: list[Row], directory: Path, topic: str) -> Path:
     return path
 
 
-def machine_name() -> str:
-    """Cores and the widest instruction set, such as `2-core-avx512`."""
+def machine_name(device: str = "cpu") -> str:
+    """The GPU, such as `h200`; of a CPU its cores and the widest instruction set, such as `2-core-avx512`."""
+    if device == "cuda":
+        return torch.cuda.get_device_name().lower().removeprefix("nvidia ").replace(" ", "-")
     capability = torch.backends.cpu.get_cpu_capability().lower()
     return f"{os.cpu_count()}-core-{platform.machine() if capability == 'default' else capability}"
 
 
-def _call(run: Attention, tensors: Mapping[str, Tensor], direction: Direction) -> Callable[[], object]:
+def call(run: Attention, tensors: Mapping[str, Tensor], direction: Direction) -> Callable[[], object]:
+    """What is timed: one forward, or one backward of a forward that is done."""
     inputs = [tensors[name] for name in "qkv"]
     if direction == "forward":
         return lambda: run(*inputs)
@@ -121,7 +124,7 @@ def _call(run: Attention, tensors: Mapping[str, Tensor], direction: Direction) -
     return lambda: torch.autograd.grad(out, leaves, tensors["dout"], retain_graph=True)
 
 
-def _results(run: Attention, tensors: Mapping[str, Tensor], backward: bool) -> dict[str, Tensor]:
+def results(run: Attention, tensors: Mapping[str, Tensor], backward: bool) -> dict[str, Tensor]:
     """Output and gradients."""
     leaves = [tensors[name].detach().requires_grad_(backward) for name in "qkv"]
     out = run(*leaves)
@@ -129,41 +132,43 @@ def _results(run: Attention, tensors: Mapping[str, Tensor], backward: bool) -> d
     return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *grads), strict=False))
 
 
-def _reference(case: Case, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, float]]:
+def reference(case: Case, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, float]]:
     """float64 results of the first group of heads, and how far ours may be from them.
 
     That is twice the error of the readable version in the same dtype, plus rounding.
     """
     first, backward = _first_group(case, tensors), "backward" in case.directions
     wide = {name: x.double() if x.is_floating_point() else x for name, x in first.items()}
-    truth = _results(ours(case, wide, "eager"), wide, backward)
-    plain = _errors(truth, _results(ours(case, first, "eager"), first, backward))
+    truth = results(ours(case, wide, "eager"), wide, backward)
+    plain = errors_of(truth, results(ours(case, first, "eager"), first, backward))
     eps = torch.finfo(tensors["q"].dtype).eps
     return truth, {name: 2 * (plain[name] + eps * x.abs().max().item()) for name, x in truth.items()}
 
 
-def _errors(truth: Mapping[str, Tensor], results: Mapping[str, Tensor]) -> dict[str, float]:
-    """The largest error of each result where the truth is known."""
+def errors_of(truth: Mapping[str, Tensor], results: Mapping[str, Tensor]) -> dict[str, float]:
+    """The largest error of each result in the heads whose truth is known."""
     return {name: (results[name][:1, : x.shape[1]].double() - x).abs().max().item() for name, x in truth.items()}
 
 
 def _first_group(case: Case, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     group = case.heads // (case.kv_heads or case.heads)
-    heads = {"q": group, "dout": group, "k": 1, "v": 1}
-    return {name: x[:1, : heads[name]] if name in heads else x for name, x in tensors.items()}
+    first = {name: x[:1, : 1 if name in "kv" else group] for name, x in tensors.items() if x.dim() == 4}
+    return first | {name: x[:group] for name, x in tensors.items() if x.dim() == 1}
 
 
-def _row(
+def row(
     case: Case, tensors: Mapping[str, Tensor], direction: Direction, label: str, timing: Timing, error: float
 ) -> Row:
+    """One measurement with what it was measured on."""
     options = {"causal": False, "window": None, "softcap": None} | dict(case.options)
     settings = Options.of(options["causal"], options["window"], None, options["softcap"], False)
     inputs = Tensors.of(**{name: x for name, x in tensors.items() if name != "dout"})
-    rate = case.flops(direction) / timing.median_us / 1e3
+    device = inputs.q.device.type
+    unit, flops = ("TFLOP/s", 1e12) if device == "cuda" else ("GFLOP/s", 1e9)
     return Row(
         date=datetime.date.today().isoformat(),
         commit=_commit(),
-        machine=machine_name(),
+        machine=machine_name(device),
         torch=torch.__version__,
         triton=_version("triton"),
         case=str(Problem.of(inputs, settings)),
@@ -171,8 +176,8 @@ def _row(
         implementation=label,
         median_us=round(timing.median_us, 2),
         spread=round(timing.spread, 3),
-        rate=round(rate, 1),
-        unit="GFLOP/s",
+        rate=round(case.flops(direction) / (timing.median_us * 1e-6) / flops, 1),
+        unit=unit,
         error=error,
     )
 

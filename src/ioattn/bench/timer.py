@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -24,6 +26,42 @@ def alternate(functions: Sequence[Callable[[], object]], budget_s: float, rounds
     end = time.perf_counter() + budget_s
     while len(samples[0]) < rounds or time.perf_counter() < end:
         for function, taken in zip(functions, samples, strict=True):
+            start = time.perf_counter()
+            function()
+            taken.append((time.perf_counter() - start) * 1e6)
+    return [_timing(taken) for taken in samples]
+
+
+FLUSH_BYTES = 2**28
+"""More than the L2 cache of any GPU."""
+
+
+def alternate_on_gpu(functions: Sequence[Callable[[], object]], rounds: int) -> list[Timing]:
+    """Time on the device of each function, called in turns, with nothing of its inputs in the L2 cache."""
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    for function in functions:
+        for _ in range(2):
+            function()
+    marks = [[[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(rounds)] for _ in functions]
+    for i in range(rounds):
+        for function, pairs in zip(functions, marks, strict=True):
+            # Also keeps the device busy while the host prepares the call.
+            flush.zero_()
+            pairs[i][0].record()
+            function()
+            pairs[i][1].record()
+    torch.cuda.synchronize()
+    return [_timing([1e3 * start.elapsed_time(end) for start, end in pairs]) for pairs in marks]
+
+
+def until_return(functions: Sequence[Callable[[], object]], rounds: int) -> list[Timing]:
+    """Time on the host until each function returns, called in turns on an idle device."""
+    samples: list[list[float]] = [[] for _ in functions]
+    for function in functions:
+        function()
+    for _ in range(rounds):
+        for function, taken in zip(functions, samples, strict=True):
+            torch.cuda.synchronize()
             start = time.perf_counter()
             function()
             taken.append((time.perf_counter() - start) * 1e6)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from ioattn import registry
-from ioattn.bench.cases import CPU_CASES
+from ioattn.bench.cases import CPU_CASES, GPU_CASES, GPU_FEATURES
+from ioattn.bench.gpu import Measured, compare_on_gpu, compile_all, host_times
 from ioattn.bench.limits import first_call, fma_peak
 from ioattn.bench.run import Comparison, Row, compare, write
 
@@ -55,6 +59,74 @@ def cpu(
         console.print(f"stored in {path}")
     if any(comparison.fault for comparison in comparisons):
         raise typer.Exit(1)
+
+
+@app.command()
+def gpu(
+    backend: Annotated[str, typer.Option("--backend", help="The backend to measure.")] = "triton",
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds.")] = False,
+    only: Annotated[str, typer.Option("--only", help="Cases whose name and dtype match this expression.")] = ".",
+    seconds: Annotated[float, typer.Option("--seconds", help="Start no case after this many seconds.")] = 3600,
+    processes: Annotated[int, typer.Option("--processes", help="How many compile kernels.")] = 8,
+    output: Annotated[Path, typer.Option("--output", help="Where the CSV file goes.")] = Path("benchmarks/results"),
+) -> None:
+    """A GPU backend against torch's fused attention; what each feature costs, memory, time on the host.
+
+    Each result is checked against float64 first; a wrong one is not timed.
+    """
+    end = time.monotonic() + seconds
+    console = Console(highlight=False, soft_wrap=True)
+    _require_gpu(backend)
+    wanted = [
+        (case, dtype)
+        for case in (*GPU_CASES, *GPU_FEATURES)
+        for dtype in case.dtypes
+        if re.search(only, f"{case.name} {dtype}")
+    ]
+    compile_all(wanted, backend, processes)
+    for name, timing in host_times(backend).items():
+        console.print(f"host time {name}: {timing.median_us:.1f} us")
+    faults = 0
+    plain: dict[str, float] = {}
+    for case, dtype in wanted:
+        if time.monotonic() > end:
+            console.print(f"{case.name} {dtype}: no time left")
+            continue
+        for measured in compare_on_gpu(case, dtype, backend, 8 if quick else 20):
+            if measured.rows:
+                path = write(list(measured.rows), output, backend)
+            faults += measured.fault is not None
+            if case.name == "plain" and measured.rows:
+                plain[measured.direction] = measured.rows[0].rate
+            console.print(_gpu_line(measured, plain if case in GPU_FEATURES else {}))
+    if faults:
+        raise typer.Exit(1)
+    console.print(f"stored in {path}" if wanted else f"no case matches {only!r}")
+
+
+def _require_gpu(backend: str) -> None:
+    registry.check_name(backend)
+    reason = registry.unusable(backend)
+    if reason is None and not torch.cuda.is_available():
+        reason = "no GPU that torch can use"
+    if reason is not None:
+        raise typer.BadParameter(f"the {backend} backend cannot be measured here: {reason}")
+
+
+def _gpu_line(measured: Measured, plain: Mapping[str, float]) -> str:
+    name = f"{measured.case.name} {measured.dtype} {measured.direction}"
+    if measured.fault:
+        return f"{name}: WRONG {measured.fault}"
+    parts = [f"{row.implementation} {row.rate:.1f} ({row.error:.1e})" for row in measured.rows]
+    mine, *peers = measured.rows
+    parts += [f"{mine.rate / row.rate:.2f}x {row.implementation}" for row in peers]
+    parts += [f"no {peer}: {reason}" for peer, reason in (measured.missing or {}).items()]
+    if measured.direction in plain:
+        parts.append(f"{mine.rate / plain[measured.direction]:.2f} of plain")
+    if measured.memory:
+        taken, needed = measured.memory
+        parts.append(f"memory {taken / 2**20:.1f} of {needed / 2**20:.1f} MiB")
+    return f"{name}: {', '.join(parts)}"
 
 
 def _line(comparison: Comparison) -> str:

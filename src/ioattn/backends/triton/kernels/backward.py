@@ -13,7 +13,6 @@ import triton.language as tl
 from ioattn.backends.triton.kernels.tiles import (
     EDGE,
     FULL,
-    LOG2E,
     Task,
     clear_slack,
     decoded,
@@ -34,6 +33,7 @@ from ioattn.backends.triton.kernels.tiles import (
     sequence_of,
     store_tile,
     visible_at,
+    weights_of,
 )
 
 
@@ -102,9 +102,8 @@ def add_queries(
     col = (keys.start + tl.arange(0, form.K.ROWS))[:, None]
     operands = operands_at(row, col, task)
     distance = distance_at(row, col, task)
-    raw = dot(keys.k, tl.trans(queries.q), None, form) * task.numbers.scale
-    scores = step(raw, distance, operands)
-    weights = tl.exp2((scores - queries.lse[None, :]) * LOG2E)
+    product = dot(keys.k, tl.trans(queries.q), None, form)
+    weights = weights_of(product, distance, operands, queries.lse[None, :], task, form, step)
     if KIND != FULL:
         # Where a row's lse is NaN, exp has not made the hidden weights zero.
         visible = visible_at(row, col, task)
@@ -113,7 +112,7 @@ def add_queries(
     dscores = weights * (dot(keys.v, tl.trans(queries.dout), None, form) - queries.delta[None, :])
     if KIND != FULL:
         dscores = tl.where(visible, dscores, 0.0)
-    dproduct = dstep(dscores, raw, distance, operands)
+    dproduct = dstep(dscores, product * task.numbers.scale, distance, operands)
     dk_tile = dot(dproduct.to(keys.k.dtype), only_finite(queries.q, KIND), dk_tile, form)
     return dk_tile, dv_tile
 
@@ -173,8 +172,8 @@ def add_keys(
     col = (keys.start + tl.arange(0, form.K.ROWS))[None, :]
     operands = operands_at(row, col, task)
     distance = distance_at(row, col, task)
-    raw = dot(queries.q, tl.trans(keys.k), None, form) * task.numbers.scale
-    dscores = dscores_of(raw, distance, operands, queries, keys, form, step)
+    product = dot(queries.q, tl.trans(keys.k), None, form)
+    dscores = dscores_of(product, distance, operands, queries, keys, task, form, step)
     if KIND != FULL:
         dscores = tl.where(visible_at(row, col, task), dscores, 0.0)
     if dbias is not None:
@@ -183,14 +182,14 @@ def add_keys(
         tl.store(pointers, dscores.to(dbias.ptr.dtype.element_ty), mask=exists)
     if totals is not None:
         total += tl.sum(dscores, 1)
-    dproduct = dstep(dscores, raw, distance, operands)
+    dproduct = dstep(dscores, product * task.numbers.scale, distance, operands)
     return dot(dproduct.to(keys.k.dtype), only_finite(keys.k, KIND), dq_tile, form), total
 
 
 @device
-def dscores_of(raw, distance, operands, queries, keys, form: tl.constexpr, step: tl.constexpr):
+def dscores_of(product, distance, operands, queries, keys, task, form: tl.constexpr, step: tl.constexpr):
     """The gradient of the finished scores of a tile, [Q, K], before the mask."""
-    weights = tl.exp2((step(raw, distance, operands) - queries.lse[:, None]) * LOG2E)
+    weights = weights_of(product, distance, operands, queries.lse[:, None], task, form, step)
     return weights * (dot(queries.dout, tl.trans(keys.v), None, form) - queries.delta[:, None])
 
 
@@ -240,6 +239,7 @@ def dscores_at(queries, keys, task, form: tl.constexpr, step: tl.constexpr):
     """The gradient of the finished scores of a tile, [Q, K]."""
     row = (queries.start + tl.arange(0, form.Q.ROWS))[:, None]
     col = (keys.start + tl.arange(0, form.K.ROWS))[None, :]
-    raw = dot(queries.q, tl.trans(keys.k), None, form) * task.numbers.scale
-    dscores = dscores_of(raw, distance_at(row, col, task), operands_at(row, col, task), queries, keys, form, step)
+    product = dot(queries.q, tl.trans(keys.k), None, form)
+    operands = operands_at(row, col, task)
+    dscores = dscores_of(product, distance_at(row, col, task), operands, queries, keys, task, form, step)
     return tl.where(visible_at(row, col, task), dscores, 0.0)
