@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import ioattn
-from ioattn.bench.cases import Case
+from ioattn.cases import Case
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -34,12 +34,12 @@ def torch_peer(case: Case, tensors: Mapping[str, Tensor]) -> tuple[str, Attentio
     attention: its peer is the plain formula in torch's operators.
     """
     if "softcap" in case.options:
-        return "math", _softcapped(case.options["softcap"], case.dim**-0.5)
+        return "math", _softcapped(case.options["softcap"], tensors["q"].shape[-1] ** -0.5)
     causal = bool(case.options.get("causal"))
-    if causal and case.len_q != case.len_k:
-        raise ValueError(f"{case.name}: torch's is_causal is top-left; it needs as many queries as keys")
+    if causal and tensors["q"].shape[2] != tensors["k"].shape[2]:
+        raise ValueError(f"{case}: torch's is_causal is top-left; it needs as many queries as keys")
     mask = _mask_of(case, tensors)
-    grouped = bool(case.kv_heads) and case.kv_heads != case.heads
+    grouped = tensors["q"].shape[1] != tensors["k"].shape[1]
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
@@ -50,7 +50,8 @@ def torch_peer(case: Case, tensors: Mapping[str, Tensor]) -> tuple[str, Attentio
 def _mask_of(case: Case, tensors: Mapping[str, Tensor]) -> Tensor | None:
     window = case.options.get("window")
     if window is not None:
-        offset = torch.arange(case.len_k) - torch.arange(case.len_q)[:, None] - (case.len_k - case.len_q)
+        len_q, len_k = tensors["q"].shape[2], tensors["k"].shape[2]
+        offset = torch.arange(len_k) - torch.arange(len_q)[:, None] - (len_k - len_q)
         left, right = (float("inf") if side is None else side for side in window)
         return (offset >= -left) & (offset <= right)
     return tensors.get("bias", tensors.get("mask"))

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ioattn import registry
-from ioattn.bench.cases import CPU_CASES
+from ioattn.bench.goals import CPU_GOALS
 from ioattn.bench.limits import first_call, fma_peak
 from ioattn.bench.run import Comparison, Row, compare, write
 
@@ -43,9 +43,9 @@ def cpu(
         f"fp32 FMA peak {peak:.0f} GFLOP/s; first call {cold:.2f} s to compile, {warm * 1e3:.0f} ms from cache"
     )
     comparisons = []
-    wanted = [(case, dtype) for case in CPU_CASES for dtype in case.dtypes if re.search(only, f"{case.name} {dtype}")]
-    for case, dtype in wanted:
-        for comparison in compare(case, dtype, "cpu", *((0.3, 2) if quick else (3.0, 5))):
+    wanted = [(goal, dtype) for goal in CPU_GOALS for dtype in goal.dtypes if re.search(only, f"{goal.case} {dtype}")]
+    for goal, dtype in wanted:
+        for comparison in compare(goal, dtype, "cpu", *((0.3, 2) if quick else (3.0, 5))):
             comparisons.append(comparison)
             console.print(_line(comparison))
             if comparison.rows:
@@ -58,7 +58,7 @@ def cpu(
 
 
 def _line(comparison: Comparison) -> str:
-    name = f"{comparison.case.name} {comparison.dtype} {comparison.direction}"
+    name = f"{comparison.asked.case} {comparison.dtype} {comparison.direction}"
     return f"{name}: {comparison.fault or f'{comparison.speedup:.2f}x'}"
 
 
@@ -78,7 +78,7 @@ def _table(comparisons: list[Comparison], peak: float) -> Table:
     ):
         table.add_column(column, justify="left" if column in ("case", "dtype", "direction") else "right")
     for comparison in comparisons:
-        cells = (comparison.case.name, comparison.dtype, comparison.direction)
+        cells = (comparison.asked.case, comparison.dtype, comparison.direction)
         if comparison.fault:
             table.add_row(*cells, "wrong", comparison.fault)
         else:
