@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
+from ioattn.cases import label, problem_of
 from ioattn.io.measure import PREDICTED_BY, Call, Counters, MeasureError, measure, text, unusable
-from ioattn.io.problems import label, problem_of
 from ioattn.io.tiles import Blocks
 from ioattn.io.traffic import Direction
 

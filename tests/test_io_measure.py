@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from ioattn.bench import workload
+from ioattn.cases import problem_of
 from ioattn.io import measure
 from ioattn.io.measure import Call, Counters, MeasureError, explain, parse, text
-from ioattn.io.problems import problem_of
 from ioattn.io.reference import check
 from ioattn.io.tiles import Blocks
 from ioattn.io.traffic import compulsory

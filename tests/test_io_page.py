@@ -7,8 +7,8 @@ import re
 import pytest
 from chromium import BINARY, Page
 
+from ioattn.cases import problem_of
 from ioattn.io.page import write_page
-from ioattn.io.problems import problem_of
 from ioattn.io.results import measured_points
 from ioattn.io.tiles import Blocks
 from ioattn.io.traffic import predict

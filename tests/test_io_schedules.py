@@ -9,8 +9,8 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
+from ioattn.cases import problem_of
 from ioattn.io.memory import CapacityError, Memory
-from ioattn.io.problems import problem_of
 from ioattn.io.reference import check
 from ioattn.io.schedules import SCHEDULES, count
 from ioattn.io.tiles import Blocks, Grid

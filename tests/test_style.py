@@ -29,7 +29,7 @@ LAYERS = (
     {"registry"},
     {"backends"},
     {"io"},
-    {"compose", "merge"},
+    {"compose", "merge", "cases"},
     {"problem"},
     {"scores", "masks"},
 )

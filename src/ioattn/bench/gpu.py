@@ -15,10 +15,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import ioattn
-from ioattn.bench.cases import Case, Direction
-from ioattn.bench.peers import fused_peers, ours
-from ioattn.bench.run import TORCH_DTYPES, Row, call, errors_of, reference, results, row
+from ioattn.bench.goals import Goal
+from ioattn.bench.peers import Attention, gpu_peers, ours
+from ioattn.bench.run import Row, call, errors_of, reference, results, row
 from ioattn.bench.timer import Timing, alternate_on_gpu, until_return
+from ioattn.cases import CASES, inputs_of
+from ioattn.io.traffic import Direction
 
 NAMES: Mapping[Direction, tuple[str, ...]] = {"forward": ("out",), "backward": ("dq", "dk", "dv")}
 
@@ -27,7 +29,7 @@ NAMES: Mapping[Direction, tuple[str, ...]] = {"forward": ("out",), "backward": (
 class Measured:
     """One case, dtype and direction; `fault` says what is wrong with ours, `missing` which peers failed and how."""
 
-    case: Case
+    asked: Goal
     dtype: str
     direction: Direction
     rows: tuple[Row, ...] = ()
@@ -37,52 +39,70 @@ class Measured:
     """Bytes that the call took at its peak, and those of its outputs, LSE, gradients and delta."""
 
 
-def compile_all(wanted: Sequence[tuple[Case, str]], backend: str, processes: int) -> None:
+def compile_all(wanted: Sequence[tuple[Goal, str]], backend: str, processes: int) -> None:
     """Compile the kernels of the cases into the cache; a kernel that fails will fail again where it is reported."""
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        for done in [pool.submit(_compile, case, dtype, backend) for case, dtype in wanted]:
+        for done in [pool.submit(_compile, asked, dtype, backend) for asked, dtype in wanted]:
             done.exception()
 
 
-def _compile(case: Case, dtype: str, backend: str) -> None:
-    group = case.heads // (case.kv_heads or case.heads)
-    kv_heads = 2 if case.kv_heads else 0
-    small = replace(case, batch=2, heads=2 * group, kv_heads=kv_heads, len_q=256, len_k=256)
-    tensors = small.tensors(TORCH_DTYPES[dtype], device="cuda")
-    results(ours(small, tensors, backend), tensors, "backward" in case.directions)
+def _compile(asked: Goal, dtype: str, backend: str) -> None:
+    """Run the case with one group of heads: kernels are chosen by the lengths, so these stay."""
+    case = CASES[asked.case]
+    group = case.sizes[1] // (case.kv_heads or case.sizes[1])
+    small = replace(case, sizes=(1, 2 * group, *case.sizes[2:]), kv_heads=2)
+    tensors = inputs_of(small.problem(dtype), device="cuda")
+    results(ours(small, tensors, backend), tensors, "backward" in asked.directions)
 
 
-def compare_on_gpu(case: Case, dtype: str, backend: str, rounds: int) -> Iterator[Measured]:
-    """Both directions of a case against each peer that takes it; a wrong result is reported and not timed.
+def compare_on_gpu(asked: Goal, dtype: str, backend: str, rounds: int) -> Iterator[Measured]:
+    """Each direction of a case against each peer that takes it; a wrong result is reported and not timed.
 
     The error of a row is that of its worst result, relative to float64 in the Euclidean norm, over the first heads.
     """
-    tensors = case.tensors(TORCH_DTYPES[dtype], device="cuda")
-    runs = {f"ioattn:{backend}": ours(case, tensors, backend), **fused_peers(case, dtype)}
-    truth, limits = reference(case, tensors)
-    found, missing = {}, {}
-    for name, run in runs.items():
-        try:
-            found[name] = results(run, tensors, "backward" in case.directions)
-        except Exception as error:  # whatever a compiler or a peer says: the other rows are still wanted
-            missing[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    case, backward = CASES[asked.case], "backward" in asked.directions
+    problem = case.problem(dtype)
+    tensors = inputs_of(problem, device="cuda")
+    runs = {f"ioattn:{backend}": ours(case, tensors, backend), **gpu_peers(problem)}
+    truth, limits = reference(case, tensors, backward)
+    found, missing = _try_all(runs, tensors, backward)
     mine = next(iter(runs))
-    for direction in case.directions:
+    for direction in asked.directions:
         if mine in missing:
-            yield Measured(case, dtype, direction, fault=missing[mine])
+            yield Measured(asked, dtype, direction, fault=missing[mine])
             continue
         errors = errors_of(truth, found[mine])
         wrong = [f"{x} is off by {errors[x]:.2g}" for x in NAMES[direction] if not errors[x] <= limits[x]]
         if wrong:
-            yield Measured(case, dtype, direction, fault=", ".join(wrong))
+            yield Measured(asked, dtype, direction, fault=", ".join(wrong))
             continue
-        timings = alternate_on_gpu([call(runs[name], tensors, direction) for name in found], rounds)
+        able = [name for name in found if set(NAMES[direction]) <= set(found[name])]
+        timings = alternate_on_gpu([call(runs[name], tensors, direction) for name in able], rounds)
         rows = tuple(
-            row(case, tensors, direction, name, timing, _relative(truth, found[name], direction))
-            for name, timing in zip(found, timings, strict=True)
+            row(problem, direction, name, timing, _relative(truth, found[name], direction), "cuda")
+            for name, timing in zip(able, timings, strict=True)
         )
-        memory = _memory(case, tensors, backend, direction)
-        yield Measured(case, dtype, direction, rows, missing=missing, memory=memory)
+        memory = _memory(runs[mine], tensors, direction)
+        yield Measured(asked, dtype, direction, rows, missing=missing, memory=memory)
+
+
+def _try_all(
+    runs: Mapping[str, Attention], tensors: Mapping[str, Tensor], backward: bool
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, str]]:
+    """What each gives, its gradients left out if it has none; and why some give nothing."""
+    found, missing = {}, {}
+    for name, run in runs.items():
+        for wanted in (True, False) if backward else (False,):
+            try:
+                found[name] = results(run, tensors, wanted)
+                break
+            except Exception as error:  # whatever a compiler or a peer says: the other rows are still wanted
+                direction = "backward" if wanted else "forward"
+                missing[name] = (
+                    f"{direction}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                )
+    mine = next(iter(runs))
+    return found, missing if mine not in missing else {mine: missing[mine]}
 
 
 def _relative(truth: Mapping[str, Tensor], result: Mapping[str, Tensor], direction: Direction) -> float:
@@ -93,9 +113,9 @@ def _relative(truth: Mapping[str, Tensor], result: Mapping[str, Tensor], directi
     return max(map(error, NAMES[direction]))
 
 
-def _memory(case: Case, tensors: Mapping[str, Tensor], backend: str, direction: Direction) -> tuple[int, int]:
+def _memory(attention: Attention, tensors: Mapping[str, Tensor], direction: Direction) -> tuple[int, int]:
     """Bytes at the peak of a call beyond its inputs, and those that it must have."""
-    run = call(ours(case, tensors, backend), tensors, direction)
+    run = call(attention, tensors, direction)
     run()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

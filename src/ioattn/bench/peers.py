@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import ioattn
-from ioattn.bench.cases import Case
+from ioattn.cases import Case
+from ioattn.masks import EVERYTHING, Band
+from ioattn.problem import DTYPES, Problem
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -21,6 +24,9 @@ FUSED = {
     "fp16": {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION},
 }
 """Torch's fused attention on GPUs."""
+
+FLASH = {"fa3": "fa3_fwd_interface", "fa4": "flash_attn.cute"}
+"""Modules with a `flash_attn_func`."""
 
 
 def ours(case: Case, tensors: Mapping[str, Tensor], backend: str | None) -> Attention:
@@ -42,12 +48,12 @@ def torch_peer(case: Case, tensors: Mapping[str, Tensor]) -> tuple[str, Attentio
     attention: its peer is the plain formula in torch's operators.
     """
     if "softcap" in case.options:
-        return "math", _softcapped(case.options["softcap"], case.dim**-0.5)
+        return "math", _softcapped(case.options["softcap"], tensors["q"].shape[-1] ** -0.5)
     causal = bool(case.options.get("causal"))
-    if causal and case.len_q != case.len_k:
-        raise ValueError(f"{case.name}: torch's is_causal is top-left; it needs as many queries as keys")
+    if causal and tensors["q"].shape[2] != tensors["k"].shape[2]:
+        raise ValueError(f"{case}: torch's is_causal is top-left; it needs as many queries as keys")
     mask = _mask_of(case, tensors)
-    grouped = bool(case.kv_heads) and case.kv_heads != case.heads
+    grouped = tensors["q"].shape[1] != tensors["k"].shape[1]
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped)
@@ -55,26 +61,53 @@ def torch_peer(case: Case, tensors: Mapping[str, Tensor]) -> tuple[str, Attentio
     return "sdpa", run
 
 
-def fused_peers(case: Case, dtype: str) -> dict[str, Attention]:
-    """Each of torch's fused kernels by name, for a case without features; the causal one is top-left."""
-    if set(case.options) - {"causal"} or case.bias or case.mask or case.alibi or case.sinks or case.kv_heads:
+def gpu_peers(problem: Problem) -> dict[str, Attention]:
+    """What takes the problem on this GPU, by name: torch's fused kernels, FA3 and FA4 where they are installed."""
+    plain = problem.band in (EVERYTHING, Band(hi=0)) and problem.len_q == problem.len_k and problem.softcap is None
+    if problem.bias or problem.mask or problem.alibi or problem.sinks:
         return {}
-    causal = bool(case.options.get("causal"))
+    peers = {name: _fused(problem, backend) for name, backend in FUSED[DTYPES[problem.dtype]].items()} if plain else {}
+    if problem.dtype in (torch.float16, torch.bfloat16):
+        found = {name: _flash(problem, module) for name, module in FLASH.items()}
+        peers |= {name: run for name, run in found.items() if run is not None}
+    return peers
 
-    def of(backend: SDPBackend) -> Attention:
-        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with sdpa_kernel(backend):
-                return scaled_dot_product_attention(q, k, v, is_causal=causal)
 
-        return run
+def _fused(problem: Problem, backend: SDPBackend) -> Attention:
+    causal, grouped = problem.band.bounded, problem.group > 1
 
-    return {name: of(backend) for name, backend in FUSED[dtype].items()}
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+
+    return run
+
+
+def _flash(problem: Problem, module: str) -> Attention | None:
+    """A flash_attn_func, which has its heads behind its rows; some give the LSE too. None if it is not installed."""
+    try:
+        function = importlib.import_module(module).flash_attn_func
+    except Exception:  # these load compiled code that may not fit this torch or this driver, and fail in any way
+        return None
+    options: dict[str, Any] = {"causal": problem.band.hi == 0}
+    if problem.band.lo is not None:
+        options["window_size"] = (-problem.band.lo, 0)
+    if problem.softcap is not None:
+        options["softcap"] = problem.softcap
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        found = function(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options)
+        out: Tensor = found[0] if isinstance(found, tuple) else found
+        return out.transpose(1, 2)
+
+    return run
 
 
 def _mask_of(case: Case, tensors: Mapping[str, Tensor]) -> Tensor | None:
     window = case.options.get("window")
     if window is not None:
-        offset = torch.arange(case.len_k) - torch.arange(case.len_q)[:, None] - (case.len_k - case.len_q)
+        len_q, len_k = tensors["q"].shape[2], tensors["k"].shape[2]
+        offset = torch.arange(len_k) - torch.arange(len_q)[:, None] - (len_k - len_q)
         left, right = (float("inf") if side is None else side for side in window)
         return (offset >= -left) & (offset <= right)
     return tensors.get("bias", tensors.get("mask"))

@@ -9,18 +9,18 @@ import os
 import platform
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ioattn.bench.cases import Case, Direction
+from ioattn.bench.goals import Goal
 from ioattn.bench.peers import Attention, ours, torch_peer
 from ioattn.bench.timer import Timing, alternate
-from ioattn.problem import DTYPES, Options, Problem, Tensors
-
-TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+from ioattn.cases import CASES, Case, inputs_of
+from ioattn.io.traffic import Direction, useful_flops
+from ioattn.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Row:
 class Comparison:
     """Ours and the peer on one case, direction and dtype; `fault` is set and nothing else if ours is wrong."""
 
-    case: Case
+    asked: Goal
     dtype: str
     direction: Direction
     rows: tuple[Row, ...] = ()
@@ -61,28 +61,30 @@ class Comparison:
     @property
     def goal(self) -> float | None:
         """How many times faster than the peer it is to be."""
-        return self.case.goals.get((self.dtype, self.direction))
+        return self.asked.speedups.get((self.dtype, self.direction))
 
 
-def compare(case: Case, dtype: str, backend: str, budget_s: float, rounds: int) -> Iterator[Comparison]:
-    """Both directions of a case; a wrong result is reported and not timed."""
-    tensors = case.tensors(TORCH_DTYPES[dtype])
+def compare(asked: Goal, dtype: str, backend: str, budget_s: float, rounds: int) -> Iterator[Comparison]:
+    """Each direction of a case; a wrong result is reported and not timed."""
+    case, backward = CASES[asked.case], "backward" in asked.directions
+    problem = case.problem(dtype)
+    tensors = inputs_of(problem)
     mine = ours(case, tensors, backend)
     peer_name, peer = torch_peer(case, tensors)
-    truth, limits = reference(case, tensors)
-    errors = [errors_of(truth, results(run, tensors, "backward" in case.directions)) for run in (mine, peer)]
-    for direction in case.directions:
+    truth, limits = reference(case, tensors, backward)
+    errors = [errors_of(truth, results(run, tensors, backward)) for run in (mine, peer)]
+    for direction in asked.directions:
         names = ("out",) if direction == "forward" else ("dq", "dk", "dv")
         wrong = [f"{name} is off by {errors[0][name]:.2g}" for name in names if not errors[0][name] <= limits[name]]
         if wrong:
-            yield Comparison(case, dtype, direction, fault=", ".join(wrong))
+            yield Comparison(asked, dtype, direction, fault=", ".join(wrong))
             continue
         timings = alternate([call(run, tensors, direction) for run in (mine, peer)], budget_s, rounds)
         rows = (
-            row(case, tensors, direction, label, timing, max(error[name] for name in names))
+            row(problem, direction, label, timing, max(error[name] for name in names))
             for label, timing, error in zip((f"ioattn:{backend}", peer_name), timings, errors, strict=True)
         )
-        yield Comparison(case, dtype, direction, tuple(rows))
+        yield Comparison(asked, dtype, direction, tuple(rows))
 
 
 def write(rows: list[Row], directory: Path, topic: str) -> Path:
@@ -132,12 +134,12 @@ def results(run: Attention, tensors: Mapping[str, Tensor], backward: bool) -> di
     return dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *grads), strict=False))
 
 
-def reference(case: Case, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, float]]:
+def reference(case: Case, tensors: Mapping[str, Tensor], backward: bool) -> tuple[dict[str, Tensor], dict[str, float]]:
     """float64 results of the first group of heads, and how far ours may be from them.
 
     That is twice the error of the readable version in the same dtype, plus rounding.
     """
-    first, backward = _first_group(case, tensors), "backward" in case.directions
+    first = _first_group(tensors)
     wide = {name: x.double() if x.is_floating_point() else x for name, x in first.items()}
     truth = results(ours(case, wide, "eager"), wide, backward)
     plain = errors_of(truth, results(ours(case, first, "eager"), first, backward))
@@ -150,20 +152,14 @@ def errors_of(truth: Mapping[str, Tensor], results: Mapping[str, Tensor]) -> dic
     return {name: (results[name][:1, : x.shape[1]].double() - x).abs().max().item() for name, x in truth.items()}
 
 
-def _first_group(case: Case, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    group = case.heads // (case.kv_heads or case.heads)
+def _first_group(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    group = tensors["q"].shape[1] // tensors["k"].shape[1]
     first = {name: x[:1, : 1 if name in "kv" else group] for name, x in tensors.items() if x.dim() == 4}
     return first | {name: x[:group] for name, x in tensors.items() if x.dim() == 1}
 
 
-def row(
-    case: Case, tensors: Mapping[str, Tensor], direction: Direction, label: str, timing: Timing, error: float
-) -> Row:
+def row(problem: Problem, direction: Direction, label: str, timing: Timing, error: float, device: str = "cpu") -> Row:
     """One measurement with what it was measured on."""
-    options = {"causal": False, "window": None, "softcap": None} | dict(case.options)
-    settings = Options.of(options["causal"], options["window"], None, options["softcap"], False)
-    inputs = Tensors.of(**{name: x for name, x in tensors.items() if name != "dout"})
-    device = inputs.q.device.type
     unit, flops = ("TFLOP/s", 1e12) if device == "cuda" else ("GFLOP/s", 1e9)
     return Row(
         date=datetime.date.today().isoformat(),
@@ -171,12 +167,12 @@ def row(
         machine=machine_name(device),
         torch=torch.__version__,
         triton=_version("triton"),
-        case=str(Problem.of(inputs, settings)),
+        case=str(replace(problem, device=torch.device(device))),
         direction=direction,
         implementation=label,
         median_us=round(timing.median_us, 2),
         spread=round(timing.spread, 3),
-        rate=round(case.flops(direction) / (timing.median_us * 1e-6) / flops, 1),
+        rate=round(useful_flops(problem, direction) / (timing.median_us * 1e-6) / flops, 1),
         unit=unit,
         error=error,
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ioattn import registry
-from ioattn.bench.cases import CPU_CASES, GPU_CASES, GPU_FEATURES
+from ioattn.bench.goals import CPU_GOALS, GPU_FEATURES, GPU_GOALS, Goal
 from ioattn.bench.gpu import Measured, compare_on_gpu, compile_all, host_times
 from ioattn.bench.limits import first_call, fma_peak
 from ioattn.bench.run import Comparison, Row, compare, write
@@ -47,9 +48,9 @@ def cpu(
         f"fp32 FMA peak {peak:.0f} GFLOP/s; first call {cold:.2f} s to compile, {warm * 1e3:.0f} ms from cache"
     )
     comparisons = []
-    wanted = [(case, dtype) for case in CPU_CASES for dtype in case.dtypes if re.search(only, f"{case.name} {dtype}")]
-    for case, dtype in wanted:
-        for comparison in compare(case, dtype, "cpu", *((0.3, 2) if quick else (3.0, 5))):
+    wanted = [(goal, dtype) for goal in CPU_GOALS for dtype in goal.dtypes if re.search(only, f"{goal.case} {dtype}")]
+    for goal, dtype in wanted:
+        for comparison in compare(goal, dtype, "cpu", *((0.3, 2) if quick else (3.0, 5))):
             comparisons.append(comparison)
             console.print(_line(comparison))
             if comparison.rows:
@@ -66,6 +67,7 @@ def gpu(
     backend: Annotated[str, typer.Option("--backend", help="The backend to measure.")] = "triton",
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds.")] = False,
     only: Annotated[str, typer.Option("--only", help="Cases whose name and dtype match this expression.")] = ".",
+    direction: Annotated[str, typer.Option("--direction", help="forward, backward or both.")] = "both",
     seconds: Annotated[float, typer.Option("--seconds", help="Start no case after this many seconds.")] = 3600,
     processes: Annotated[int, typer.Option("--processes", help="How many compile kernels.")] = 8,
     output: Annotated[Path, typer.Option("--output", help="Where the CSV file goes.")] = Path("benchmarks/results"),
@@ -78,30 +80,38 @@ def gpu(
     console = Console(highlight=False, soft_wrap=True)
     _require_gpu(backend)
     wanted = [
-        (case, dtype)
-        for case in (*GPU_CASES, *GPU_FEATURES)
-        for dtype in case.dtypes
-        if re.search(only, f"{case.name} {dtype}")
+        (goal, dtype)
+        for goal in _in_direction((*GPU_GOALS, *GPU_FEATURES), direction)
+        for dtype in goal.dtypes
+        if re.search(only, f"{goal.case} {dtype}")
     ]
     compile_all(wanted, backend, processes)
     for name, timing in host_times(backend).items():
         console.print(f"host time {name}: {timing.median_us:.1f} us")
-    faults = 0
-    plain: dict[str, float] = {}
-    for case, dtype in wanted:
+    faults, plain = 0, dict[str, float]()
+    for goal, dtype in wanted:
         if time.monotonic() > end:
-            console.print(f"{case.name} {dtype}: no time left")
+            console.print(f"{goal.case} {dtype}: no time left")
             continue
-        for measured in compare_on_gpu(case, dtype, backend, 8 if quick else 20):
+        for measured in compare_on_gpu(goal, dtype, backend, 8 if quick else 20):
             if measured.rows:
                 path = write(list(measured.rows), output, backend)
             faults += measured.fault is not None
-            if case.name == "plain" and measured.rows:
+            if goal.case == GPU_FEATURES[0].case and measured.rows:
                 plain[measured.direction] = measured.rows[0].rate
-            console.print(_gpu_line(measured, plain if case in GPU_FEATURES else {}))
+            console.print(_gpu_line(measured, plain if goal.case.startswith("with-") else {}))
     if faults:
         raise typer.Exit(1)
     console.print(f"stored in {path}" if wanted else f"no case matches {only!r}")
+
+
+def _in_direction(goals: Iterable[Goal], direction: str) -> list[Goal]:
+    if direction not in ("forward", "backward", "both"):
+        raise typer.BadParameter(f"--direction is {direction!r}; it must be forward, backward or both")
+    if direction == "both":
+        return list(goals)
+    kept = [replace(goal, directions=tuple(d for d in goal.directions if d == direction)) for goal in goals]
+    return [goal for goal in kept if goal.directions]
 
 
 def _require_gpu(backend: str) -> None:
@@ -114,7 +124,7 @@ def _require_gpu(backend: str) -> None:
 
 
 def _gpu_line(measured: Measured, plain: Mapping[str, float]) -> str:
-    name = f"{measured.case.name} {measured.dtype} {measured.direction}"
+    name = f"{measured.asked.case} {measured.dtype} {measured.direction}"
     if measured.fault:
         return f"{name}: WRONG {measured.fault}"
     parts = [f"{row.implementation} {row.rate:.1f} ({row.error:.1e})" for row in measured.rows]
@@ -130,7 +140,7 @@ def _gpu_line(measured: Measured, plain: Mapping[str, float]) -> str:
 
 
 def _line(comparison: Comparison) -> str:
-    name = f"{comparison.case.name} {comparison.dtype} {comparison.direction}"
+    name = f"{comparison.asked.case} {comparison.dtype} {comparison.direction}"
     return f"{name}: {comparison.fault or f'{comparison.speedup:.2f}x'}"
 
 
@@ -150,7 +160,7 @@ def _table(comparisons: list[Comparison], peak: float) -> Table:
     ):
         table.add_column(column, justify="left" if column in ("case", "dtype", "direction") else "right")
     for comparison in comparisons:
-        cells = (comparison.case.name, comparison.dtype, comparison.direction)
+        cells = (comparison.asked.case, comparison.dtype, comparison.direction)
         if comparison.fault:
             table.add_row(*cells, "wrong", comparison.fault)
         else:

@@ -11,42 +11,13 @@ import typer
 from torch import Tensor
 
 from ioattn import registry
-from ioattn.problem import DTYPES, Align, Options, Problem, Tensors
+from ioattn.cases import DTYPE_NAMES
+from ioattn.cli import words
+from ioattn.problem import Align, Options, Problem, Tensors
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False)
 
 Sizes = tuple[int, ...]
-
-_DTYPE_NAMES = {name: dtype for dtype, name in DTYPES.items()}
-
-
-def _dense_sizes(text: str) -> Sizes:
-    return _sizes(text, "B,H,N,D")
-
-
-def _score_sizes(text: str) -> Sizes:
-    return _sizes(text, "B,H,N")
-
-
-def _sizes(text: str, form: str) -> Sizes:
-    words = text.split(",")
-    if len(words) != len(form.split(",")) or not all(word.strip().isdecimal() for word in words):
-        raise typer.BadParameter(f"{text!r}; it must be {form}, integers")
-    return tuple(map(int, words))
-
-
-def _window(text: str) -> tuple[int | None, int | None]:
-    words = [word.strip() for word in text.split(",")]
-    if len(words) != 2 or not all(word.isdecimal() or word == "none" for word in words):
-        raise typer.BadParameter(f"{text!r}; it must be LEFT,RIGHT, each an integer or 'none' for unbounded")
-    left, right = (None if word == "none" else int(word) for word in words)
-    return left, right
-
-
-def _dtype(text: str) -> torch.dtype:
-    if text not in _DTYPE_NAMES:
-        raise typer.BadParameter(f"{text!r}; it must be one of {', '.join(_DTYPE_NAMES)}")
-    return _DTYPE_NAMES[text]
 
 
 def _device(text: str) -> torch.device:
@@ -58,8 +29,8 @@ def _device(text: str) -> torch.device:
 
 
 # Typer reads the parsers; the annotations would make it ask for several words instead of one.
-_DenseOption = Annotated[Any, typer.Option(parser=_dense_sizes, metavar="B,H,N,D")]
-_ScoreOption = Annotated[Any, typer.Option(parser=_score_sizes, metavar="B,H,N")]
+_DenseOption = Annotated[Any, typer.Option(parser=words.sizes("B,H,N,D"), metavar="B,H,N,D")]
+_ScoreOption = Annotated[Any, typer.Option(parser=words.sizes("B,H,N"), metavar="B,H,N")]
 
 
 @app.command()
@@ -67,11 +38,11 @@ def why(
     shape: _DenseOption,
     kv_shape: _DenseOption = None,
     dim_v: int | None = None,
-    dtype: Annotated[Any, typer.Option(parser=_dtype, metavar="|".join(_DTYPE_NAMES))] = "fp32",
+    dtype: Annotated[Any, typer.Option(parser=words.one_of(DTYPE_NAMES), metavar="|".join(DTYPE_NAMES))] = "fp32",
     device: Annotated[Any, typer.Option(parser=_device, metavar="cpu|cuda[:INDEX]")] = "cpu",
     causal: Annotated[bool, typer.Option("--causal", help="Aligned bottom-right.")] = False,
     top_left: Annotated[bool, typer.Option("--top-left", help="Causal, aligned top-left.")] = False,
-    window: Annotated[Any, typer.Option(parser=_window, metavar="LEFT,RIGHT", help="'none': unbounded.")] = None,
+    window: Annotated[Any, typer.Option(parser=words.window, metavar="LEFT,RIGHT", help="'none': unbounded.")] = None,
     scale: float | None = None,
     softcap: float | None = None,
     bias: _ScoreOption = None,
@@ -89,7 +60,7 @@ def why(
     """
     align: bool | Align = "top-left" if top_left else causal
     try:
-        tensors = _tensors(shape, kv_shape or shape, dim_v, dtype, packed)
+        tensors = _tensors(shape, kv_shape or shape, dim_v, DTYPE_NAMES[dtype], packed)
         extras = _extras(tensors, {"bias": bias, "mask": mask}, alibi=alibi, sinks=sinks)
         longest = (shape[2], (kv_shape or shape)[2]) if packed else ()
         options = Options.of(align, window, scale, softcap, deterministic, *longest)

@@ -13,16 +13,16 @@ from dataclasses import dataclass
 
 import torch
 
+from ioattn.cases import CASES, problem_of
 from ioattn.io.machine import GB, KIB, KNOWN, MIB
-from ioattn.io.problems import NAMED, problem_of
 from ioattn.io.reference import exact
 from ioattn.io.roofline import best_blocks, bound
 from ioattn.io.schedules import count
 from ioattn.io.tiles import Blocks, Grid
 from ioattn.io.traffic import compulsory, predict, useful_flops
 
-CHAPTER = NAMED["chapter"]
-GPT2 = NAMED["gpt2-medium"]
+CHAPTER = CASES["chapter"].problem()
+GPT2 = CASES["gpt2-medium"].problem()
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ def _figure_2() -> Iterator[Claim]:
 
 
 def _elsewhere() -> Iterator[Claim]:
-    decode = NAMED["decode-128k"]
+    decode = CASES["decode-128k"].problem()
     t = predict(decode, "split-kv", blocks=Blocks(64, 128, 16))
     partial = "partial results and Q take the rest"
     yield Claim("000 14.7.1", "decode: intensity = group size", 4, t.intensity, ".0f", "FLOP/B", partial)
@@ -203,7 +203,7 @@ def _elsewhere() -> Iterator[Claim]:
 
 
 def _bottleneck() -> Iterator[Claim]:
-    problem = NAMED["chapter-32-heads"]
+    problem = CASES["chapter-32-heads"].problem()
     t = predict(problem, "naive")
     yield Claim("002 bottleneck", "S and P of 32 heads", 2, t.extra / 2**30, ".0f", "GiB")
     fused = predict(problem, "fused-softmax").of("S", "P") / (t.extra / 2)

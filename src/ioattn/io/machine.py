@@ -59,7 +59,7 @@ class Machine:
 
 
 def _gpu(
-    name: str, title: str, bandwidth_tb: float, flops_t: dict[str, float], sizes: dict[str, int], source: str
+    name: str, title: str, bandwidth_tb: float, flops_t: dict[str, float], sizes: Mapping[str, float], source: str
 ) -> Machine:
     flops = {kind: rate * TFLOPS for kind, rate in flops_t.items()}
     return Machine(
@@ -67,10 +67,10 @@ def _gpu(
         title=title,
         bandwidth=bandwidth_tb * TB,
         flops=flops,
-        sram=sizes["sram_kib"] * KIB,
-        l2=sizes["l2_mib"] * MIB,
-        memory=sizes["memory_gb"] * GB,
-        cores=sizes["sms"],
+        sram=round(sizes["sram_kib"] * KIB),
+        l2=round(sizes["l2_mib"] * MIB),
+        memory=round(sizes["memory_gb"] * GB),
+        cores=round(sizes["sms"]),
         source=source,
     )
 
@@ -162,16 +162,22 @@ def from_toml(path: Path) -> Machine:
     """
     try:
         entries: dict[str, Any] = tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"machine file {path} cannot be read: {error}") from None
     numbers = ("bandwidth_tb", "sram_kib", "l2_mib", "memory_gb", "sms")
     for key in numbers:
         value = entries.get(key)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        if not _is_positive(value):
             raise ValueError(f"machine file {path}: {key} is {value!r}; it must be a positive number")
+    if not isinstance(entries["sms"], int):
+        raise ValueError(f"machine file {path}: sms is {entries['sms']!r}; it must be an integer")
     tflops = entries.get("tflops")
     known = (*DTYPES.values(), "tf32")
-    if not isinstance(tflops, dict) or not tflops or any(k not in known or not v > 0 for k, v in tflops.items()):
+    if (
+        not isinstance(tflops, dict)
+        or not tflops
+        or any(k not in known or not _is_positive(v) for k, v in tflops.items())
+    ):
         raise ValueError(
             f"machine file {path}: tflops is {tflops!r}; it must map some of {', '.join(known)} to TFLOP/s"
         )
@@ -180,9 +186,14 @@ def from_toml(path: Path) -> Machine:
         raise ValueError(
             f"machine file {path}: {', '.join(sorted(unknown))} is unknown; see `ioattn io machines --help`"
         )
-    sizes = {key: int(entries[key]) for key in numbers[1:]}
+    sizes = {key: entries[key] for key in numbers[1:]}
     title, source = str(entries.get("title", path.stem)), str(entries.get("source", path))
     return _gpu(path.stem, title, float(entries["bandwidth_tb"]), tflops, sizes, source)
+
+
+def _is_positive(value: Any) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and 0 < value < float("inf")
 
 
 def measure() -> Machine:
@@ -228,7 +239,7 @@ def _measured_cpu() -> Machine:
         flops={kind: _matmul_rate(1024, dtype, device) for kind, dtype in kinds.items()},
         sram=caches.get(2, 0),
         l2=caches.get(3, 0),
-        memory=_cpu_memory(),
+        memory=memory_size(),
         cores=torch.get_num_threads(),
         source="measured here: copy of 256 MiB, matrix products of 1024; L2 of a core as SRAM, L3 as the last cache",
         notes=missing,
@@ -267,7 +278,8 @@ def _cpu_caches() -> dict[int, int]:
     return sizes
 
 
-def _cpu_memory() -> int:
+def memory_size() -> int:
+    """Bytes of this machine's main memory, 0 where the operating system does not say."""
     for line in Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else ():
         if line.startswith("MemTotal:"):
             return int(line.split()[1]) * KIB

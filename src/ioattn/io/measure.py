@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ioattn.io.problems import label
+from ioattn.cases import label
 from ioattn.io.text import size, table
 from ioattn.io.tiles import Blocks
 from ioattn.io.traffic import Direction, compulsory, predict

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from ioattn.cases import label
 from ioattn.io.machine import KNOWN
-from ioattn.io.problems import label
 from ioattn.io.results import Measured, measured_points
 
 

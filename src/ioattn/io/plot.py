@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ioattn.io.problems import label
+from ioattn.cases import label
 from ioattn.io.results import Measured
 from ioattn.io.roofline import Bound
 from ioattn.io.sweep import UNITS, Axis, Point

@@ -40,17 +40,23 @@ def check(problem: Problem, given: Values, results: Values) -> list[Check]:
     Raises:
         ValueError: if the problem is in float64, for which nothing here is more exact.
     """
-    if problem.dtype == torch.float64:
-        raise ValueError("dtype is fp64; it must be fp16, bf16 or fp32: the check's truth is float64 itself")
+    check_checkable(problem)
     truth = exact(problem, given)
     ways = list(_rounded_ways(problem, given))
     checks = []
     for name in (n for n in truth if n in results):
         own = max(_distance(way[name], truth[name]) for way in ways)
-        largest = float(truth[name].abs().max()) if truth[name].numel() else 0.0
+        finite = truth[name][truth[name].isfinite()]
+        largest = float(finite.abs().max()) if finite.numel() else 0.0
         bound = 2 * (own + torch.finfo(problem.dtype).eps * largest)
         checks.append(Check(name, _distance(results[name], truth[name]), bound))
     return checks
+
+
+def check_checkable(problem: Problem) -> None:
+    """Raise ValueError if `check` would, before anything is run."""
+    if problem.dtype == torch.float64:
+        raise ValueError("dtype is fp64; it must be fp16, bf16 or fp32: the check's truth is float64 itself")
 
 
 def exact(problem: Problem, given: Values) -> dict[str, Tensor]:
@@ -72,18 +78,20 @@ def _every_step_in(problem: Problem, given: Values, dtype: torch.dtype, order: T
     """O = softmax(scale * Q K^T) V with each step in `dtype`, and where dO is given dQ, dK, dV by autograd."""
     wanted = "dO" in given
     q, k, v = (given[name].to(dtype).detach().requires_grad_(wanted) for name in ("Q", "K", "V"))
-    hidden, outs = _hidden(problem)[:, order], []
+    hidden = _hidden(problem)[:, order]
+    out = torch.empty(*q.shape[:3], problem.dim_v, dtype=dtype)
+    grads = [torch.zeros_like(x) for x in (q, k, v)]
     for head in range(problem.heads):  # one at a time: the score matrix of a head is large enough
         k_head, v_head = (x[:, head // problem.group, order] for x in (k, v))
         scores = problem.scale * (q[:, head] @ k_head.mT)
         # The second fill makes 0 of a row that sees no key, and of its gradient.
         weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1).masked_fill(hidden, 0)
-        outs.append(weights @ v_head)
-    out = torch.stack(outs, 1)
-    if not wanted:
-        return {"O": out}
-    grads = torch.autograd.grad(out, (q, k, v), given["dO"].to(dtype))
-    return {"O": out.detach(), **dict(zip(("dQ", "dK", "dV"), grads, strict=True))}
+        of_head = weights @ v_head
+        out[:, head] = of_head.detach()
+        if wanted:
+            added = torch.autograd.grad(of_head, (q, k, v), given["dO"][:, head].to(dtype))
+            grads = [total.add_(part) for total, part in zip(grads, added, strict=True)]
+    return {"O": out, **(dict(zip(("dQ", "dK", "dV"), grads, strict=True)) if wanted else {})}
 
 
 def _sums_unrounded(problem: Problem, given: Values, order: Tensor) -> dict[str, Tensor]:
@@ -117,4 +125,7 @@ def _hidden(problem: Problem) -> Tensor:
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
-    return float((a.double() - b).abs().max()) if b.numel() else 0.0
+    """The largest difference; NaN where one is NaN or infinite and the other is not that same value."""
+    a = a.double()
+    same = (a == b) | (a.isnan() & b.isnan())
+    return float(torch.where(same, 0, a - b).abs().max()) if b.numel() else 0.0

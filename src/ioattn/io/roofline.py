@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ioattn.cases import label
 from ioattn.io.ledger import Traffic
 from ioattn.io.machine import Machine
-from ioattn.io.problems import label
 from ioattn.io.tiles import Blocks
 from ioattn.io.traffic import Direction, compulsory, predict, useful_flops
 from ioattn.problem import Problem
@@ -107,7 +107,7 @@ def bound(
         ValueError: as `predict` does, or if the machine has no peak for the problem's dtype.
 
     Example:
-        >>> from ioattn.io.problems import problem_of
+        >>> from ioattn.cases import problem_of
         >>> from ioattn.io.machine import machine_of
         >>> it = bound(problem_of((1, 1, 4096, 64)), machine_of("h100"), "fa2")
         >>> f"{it.binds}, {it.attainable / 1e12:.0f} TFLOP/s"

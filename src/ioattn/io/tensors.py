@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from pathlib import Path
 
@@ -16,34 +17,53 @@ def read_tensor(path: Path, name: str) -> Tensor:
     """The tensor in a .npy file, or the one called `name` in a .safetensors file.
 
     Raises:
-        ValueError: if the file is neither, lacks the tensor or is cut short.
+        ValueError: if the file is neither, does not exist, lacks the tensor, is cut short or holds no floats.
         ModuleNotFoundError: for a .npy file without numpy, saying how to get it.
     """
-    if path.suffix == ".safetensors":
-        return _read_safetensors(path, name)
-    if path.suffix != ".npy":
+    if path.suffix not in (".npy", ".safetensors"):
         raise ValueError(f"{path} is no tensor file; it must end in .npy or .safetensors")
+    if not path.is_file():
+        raise ValueError(f"{path} is not there; {name} must be a .npy or .safetensors file")
+    return _read_safetensors(path, name) if path.suffix == ".safetensors" else _read_npy(path)
+
+
+def _read_npy(path: Path) -> Tensor:
     try:
         import numpy as np
     except ModuleNotFoundError:
         raise ModuleNotFoundError("reading .npy files needs numpy: pip install 'ioattn[viz]'") from None
-    return torch.from_numpy(np.load(path, allow_pickle=False))
+    try:
+        array = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{path} is no .npy file: {error}") from None
+    if array.dtype.kind != "f" or array.dtype.itemsize > 8:
+        raise ValueError(f"{path} holds {array.dtype}; it must be float16, float32 or float64")
+    # Torch knows neither the other byte order nor negative strides.
+    return torch.from_numpy(np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="))))
 
 
 def _read_safetensors(path: Path, name: str) -> Tensor:
     data = path.read_bytes()
-    header_size = struct.unpack("<Q", data[:8])[0] if len(data) >= 8 else 0
+    start = 8 + (struct.unpack("<Q", data[:8])[0] if len(data) >= 8 else 0)
     try:
-        header = json.loads(data[8 : 8 + header_size])
-    except ValueError:
-        raise ValueError(f"{path} is no .safetensors file: its header is not JSON") from None
-    names = sorted(key for key in header if key != "__metadata__")
-    if name not in names:
+        header = json.loads(data[8:start])
+        names = sorted(key for key in header if key != "__metadata__")
+        kinds = {key: (header[key]["dtype"], header[key]["shape"], header[key]["data_offsets"]) for key in names}
+    except (ValueError, TypeError, KeyError):
+        raise ValueError(f"{path} is no .safetensors file: its header cannot be read") from None
+    if name not in kinds:
         raise ValueError(f"{path} holds {', '.join(names) or 'nothing'}; it must hold {name}")
-    entry = header[name]
-    if entry["dtype"] not in _SAFETENSORS:
-        raise ValueError(f"{path}: {name} is {entry['dtype']}; it must be one of {', '.join(_SAFETENSORS)}")
-    start, stop = (8 + header_size + offset for offset in entry["data_offsets"])
-    if stop > len(data):
-        raise ValueError(f"{path} ends at byte {len(data)}; {name} would end at {stop}")
-    return torch.frombuffer(bytearray(data[start:stop]), dtype=_SAFETENSORS[entry["dtype"]]).reshape(entry["shape"])
+    dtype, shape, offsets = kinds[name]
+    if dtype not in _SAFETENSORS:
+        raise ValueError(f"{path}: {name} is {dtype}; it must be one of {', '.join(_SAFETENSORS)}")
+    first, last = (start + offset for offset in offsets)
+    if last > len(data):
+        raise ValueError(f"{path} ends at byte {len(data)}; {name} would end at {last}")
+    if math.prod(shape) * _SAFETENSORS[dtype].itemsize != last - first:
+        raise ValueError(
+            f"{path}: {name} has shape {tuple(shape)} and {last - first} bytes, which do not fit each other"
+        )
+    values = torch.empty(shape, dtype=_SAFETENSORS[dtype])
+    if values.numel():
+        values.copy_(torch.frombuffer(bytearray(data[first:last]), dtype=values.dtype).reshape(shape))
+    return values

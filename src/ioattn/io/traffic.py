@@ -47,7 +47,7 @@ def predict(problem: Problem, schedule: str, direction: Direction = "forward", b
         ValueError: if the schedule does not exist or has no backward, or if the problem is not covered.
 
     Example:
-        >>> from ioattn.io.problems import problem_of
+        >>> from ioattn.cases import problem_of
         >>> problem = problem_of((1, 1, 4096, 64), "fp16")
         >>> f"{predict(problem, 'naive').total / 2**20:.0f} MiB"
         '194 MiB'

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import typer
 
-from ioattn.cli.io.cases import flashconv, paged, speculative
+from ioattn.cli.io.cases import cases
 from ioattn.cli.io.chapter import chapter
 from ioattn.cli.io.compare import compare
 from ioattn.cli.io.count import count
+from ioattn.cli.io.elsewhere import flashconv, paged, speculative
 from ioattn.cli.io.machines import machines
 from ioattn.cli.io.measure import measure
 from ioattn.cli.io.page import page
@@ -17,5 +18,5 @@ app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False, add_completion=False, help=__doc__
 )
 
-for command in (predict, count, measure, chapter, compare, page, paged, speculative, flashconv, machines):
+for command in (predict, count, measure, chapter, compare, page, paged, speculative, flashconv, machines, cases):
     app.command()(command)

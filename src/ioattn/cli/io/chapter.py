@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
-
 import typer
 
-from ioattn.cli.io.options import AsJson
+from ioattn.cli.io import options as o
 from ioattn.io.chapter import claims
 from ioattn.io.text import table
 
 
-def chapter(as_json: AsJson = False) -> None:
+def chapter(as_json: o.AsJson = False) -> None:
     """Each number of the chapter on attention's traffic (000) and of the explanation (002), reproduced or corrected."""
     found = claims()
     if as_json:
         keys = ("where", "what", "theirs", "ours", "unit", "same", "why")
-        typer.echo(json.dumps([{key: getattr(c, key) for key in keys} for c in found], indent=2))
+        typer.echo(o.as_text([{key: getattr(c, key) for key in keys} for c in found]))
         return
     rows = [(c.where, c.what, c.printed, c.computed) for c in found]
     lines = table(("where", "what", "printed", "ours"), rows, left=2).splitlines()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
 
+from ioattn.cases import label
 from ioattn.cli.io import options as o
 from ioattn.io.loops import Line, backward_sums, line_bytes
-from ioattn.io.problems import label
 from ioattn.io.text import size, table
 from ioattn.io.tiles import Blocks
 from ioattn.io.traffic import Direction
@@ -33,7 +32,7 @@ def compare(
     kv_heads: o.KvHeads = None,
     len_k: o.LenK = None,
     dim_v: o.DimV = None,
-    dtype: o.Dtype = "fp16",
+    dtype: o.Dtype = None,
     causal: o.Causal = False,
     window: o.Window = None,
     backward: Annotated[bool, typer.Option("--backward", help="The backward's loops.")] = False,
@@ -54,7 +53,7 @@ def compare(
             name: [{"line": line.code, "on_chip": line.chip.split(), "bytes": moved} for line, moved in lines]
             for name, lines in sides.items()
         }
-        typer.echo(json.dumps(listed, indent=2))
+        typer.echo(o.as_text(listed))
         return
     typer.echo(_text(problem, direction, blocks, sides))
 

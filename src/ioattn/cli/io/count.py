@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from torch import Tensor
 
+from ioattn.cases import inputs_of, label
 from ioattn.cli.io import options as o
 from ioattn.io import schedules, traffic
 from ioattn.io.ledger import Traffic
-from ioattn.io.problems import label
-from ioattn.io.reference import Check, check
+from ioattn.io.machine import memory_size
+from ioattn.io.reference import Check, check, check_checkable
 from ioattn.io.tensors import read_tensor
 from ioattn.io.text import size, table
 from ioattn.io.tiles import Blocks
@@ -31,7 +30,7 @@ def count(
     kv_heads: o.KvHeads = None,
     len_k: o.LenK = None,
     dim_v: o.DimV = None,
-    dtype: o.Dtype = "fp16",
+    dtype: o.Dtype = None,
     causal: o.Causal = False,
     window: o.Window = None,
     schedule: Annotated[list[str] | None, typer.Option(help=f"Any of {', '.join(schedules.SCHEDULES)}; fa2.")] = None,
@@ -53,27 +52,37 @@ def count(
     as large as the prediction says that the schedule needs. Tensors from files give the sizes; --dout goes with
     --backward. A .safetensors file holds them as q, k, v and dout.
     """
+    direction: traffic.Direction = "backward" if backward else "forward"
     with o.user_errors():
-        given = _given(q, k, v, dout)
+        given = _given({"q": q, "k": k, "v": v, "dout": dout}, direction)
         if given:
-            sizes, kv_heads, len_k, dim_v, dtype = _sizes_of(given, case, shape)
-            shape = sizes
+            sizes = {"case": case, "shape": shape, "kv-heads": kv_heads, "len-k": len_k, "dim-v": dim_v, "dtype": dtype}
+            for option, value in sizes.items():
+                o.alone(option, value, "with tensors, which have their own sizes")
+            shape, kv_heads, len_k, dim_v, dtype = _sizes_of(given)
         problem = o.chosen_problem(
             case, shape, dtype, kv_heads=kv_heads, len_k=len_k, dim_v=dim_v, causal=causal, window=window
         )
-        direction: traffic.Direction = "backward" if backward else "forward"
-        inputs = given or random_inputs(problem, seed)
-        if backward and "dO" not in inputs:
-            raise ValueError("--dout is missing; the backward of tensors from files needs it")
-        names = o.each(schedule or ["fa2"], schedules.SCHEDULES.__contains__, list(schedules.SCHEDULES))
+        names = o.each("schedule", schedule or ["fa2"], schedules.SCHEDULES)
         blocks = Blocks(block_q, block_k, splits)
-        reports = [_run(problem, name, direction, inputs, blocks, sram) for name in names]
+        predictions = [traffic.predict(problem, name, direction, blocks) for name in names]
+        check_checkable(problem)
+        _check_room(problem, predictions)
+        inputs = given or random_inputs(problem, seed)
+        reports = [
+            _run(problem, name, direction, inputs, predicted, (blocks, sram))
+            for name, predicted in zip(names, predictions, strict=True)
+        ]
     if as_json:
-        typer.echo(json.dumps([report.to_dict() for report in reports], indent=2))
+        typer.echo(o.as_text([report.to_dict() for report in reports]))
     else:
         typer.echo("\n\n".join(map(str, reports)))
     if not all(report.holds for report in reports):
         raise typer.Exit(1)
+
+
+NAMES = {"q": "Q", "k": "K", "v": "V", "dout": "dO"}
+"""Tensors as options and files call them, and as the schedules do."""
 
 
 class _Report:
@@ -130,10 +139,10 @@ def _run(
     name: str,
     direction: traffic.Direction,
     inputs: Mapping[str, Tensor],
-    blocks: Blocks,
-    sram: int | None,
+    predicted: Traffic,
+    chip: tuple[Blocks, int | None],
 ) -> _Report:
-    predicted = traffic.predict(problem, name, direction, blocks)
+    blocks, sram = chip
     with _progress(f"{name} {direction}", predicted.total) as on_move:
         counted = schedules.count(problem, name, direction, inputs, blocks, sram, on_move)
     used = {n: x for n, x in inputs.items() if direction == "backward" or n != "dO"}
@@ -154,30 +163,36 @@ def _progress(title: str, total: int) -> Iterator[Any]:
 
 def random_inputs(problem: Problem, seed: int) -> dict[str, Tensor]:
     """Q, K, V and dO of a problem, normally distributed."""
-    p, generator = problem, torch.Generator().manual_seed(seed)
-    shapes = {
-        "Q": (p.batch, p.heads, p.len_q, p.dim),
-        "K": (p.batch, p.kv_heads, p.len_k, p.dim),
-        "V": (p.batch, p.kv_heads, p.len_k, p.dim_v),
-        "dO": (p.batch, p.heads, p.len_q, p.dim_v),
-    }
-    return {name: torch.randn(shape, generator=generator).to(p.dtype) for name, shape in shapes.items()}
+    return {NAMES[name]: x for name, x in inputs_of(problem, seed).items()}
 
 
-def _given(q: str | None, k: str | None, v: str | None, dout: str | None) -> dict[str, Tensor]:
-    files = {"Q": ("q", q), "K": ("k", k), "V": ("v", v), "dO": ("dout", dout)}
-    given = {name: read_tensor(Path(path), inside) for name, (inside, path) in files.items() if path is not None}
-    missing = {"Q", "K", "V"} - set(given)
+def _check_room(problem: Problem, predictions: list[Traffic]) -> None:
+    """Raise MemoryError rather than let the machine run out: slow memory is this machine's."""
+    p = problem
+    inputs = p.batch * (p.heads * p.len_q + p.kv_heads * p.len_k) * (p.dim + p.dim_v) * p.dtype.itemsize
+    # The checks compute one head's scores at a time, with a few float64 matrices of them, and every tensor in float64.
+    needed = 8 * inputs + max(t.extra for t in predictions) + 4 * 8 * p.batch * p.len_q * p.len_k
+    memory = memory_size()
+    if memory and needed > memory:
+        raise MemoryError(
+            f"running and checking {label(p)} takes about {size(needed)}, this machine has {size(memory)}; "
+            "use smaller sizes, or `predict`, which needs none"
+        )
+
+
+def _given(files: Mapping[str, str | None], direction: traffic.Direction) -> dict[str, Tensor]:
+    given = {NAMES[name]: read_tensor(Path(path), name) for name, path in files.items() if path is not None}
+    missing = [name for name in ("q", "k", "v") if NAMES[name] not in given]
     if given and missing:
-        raise ValueError(f"{', '.join(sorted(missing))} missing; give --q, --k and --v together")
+        raise ValueError(f"--{', --'.join(missing)} missing; give --q, --k and --v together")
+    if given and direction == "backward" and "dO" not in given:
+        raise ValueError("--dout is missing; the backward of tensors from files needs it")
+    if direction == "forward":
+        o.alone("dout", files["dout"], "without --backward")
     return given
 
 
-def _sizes_of(
-    given: Mapping[str, Tensor], case: str | None, shape: tuple[int, ...] | None
-) -> tuple[tuple[int, ...], int, int, int, str]:
-    if case is not None or shape is not None:
-        raise ValueError("a problem is given besides tensors; the tensors have their own sizes")
+def _sizes_of(given: Mapping[str, Tensor]) -> tuple[tuple[int, ...], int, int, int, str]:
     q, k, v = given["Q"], given["K"], given["V"]
     for name, x in given.items():
         if x.dim() != 4 or x.dtype not in DTYPES or x.dtype != q.dtype:

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
 
-from ioattn.cli.io.options import AsJson, user_errors
+from ioattn.cli.io import options as o
 from ioattn.io.machine import GB, KNOWN, Machine, machine_of, to_dict
 from ioattn.io.text import size, table
 
 
 def machines(
     name: Annotated[list[str] | None, typer.Argument(help="Machines, `this`, or .toml files; all known ones.")] = None,
-    as_json: AsJson = False,
+    as_json: o.AsJson = False,
 ) -> None:
     """What the known machines can do and where the numbers come from; `this` is measured.
 
     A .toml file describes another: title, bandwidth_tb, sram_kib, l2_mib, memory_gb, sms, source, and a table
     [tflops] with some of fp16, bf16, tf32, fp32, fp64.
     """
-    with user_errors():
+    with o.user_errors():
         chosen = [machine_of(each) for each in name or KNOWN]
     if as_json:
-        typer.echo(json.dumps([to_dict(machine) for machine in chosen], indent=2))
+        typer.echo(o.as_text([to_dict(machine) for machine in chosen]))
         return
     header = ("machine", "TB/s", "fp16", "bf16", "tf32", "fp32", "ridge", "SRAM/core", "L2", "memory", "cores")
     typer.echo(table(header, [_row(machine) for machine in chosen]))

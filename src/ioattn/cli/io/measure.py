@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Annotated
 
 import typer
 
+from ioattn.cases import label
 from ioattn.cli.io import options as o
 from ioattn.io import measure as counters
-from ioattn.io.problems import label
 from ioattn.io.tiles import Blocks
 from ioattn.io.traffic import Direction, predict
 
@@ -18,7 +17,7 @@ from ioattn.io.traffic import Direction, predict
 def measure(
     case: o.Case = None,
     shape: o.Shape = None,
-    dtype: o.Dtype = "fp16",
+    dtype: o.Dtype = None,
     causal: o.Causal = False,
     backward: Annotated[bool, typer.Option("--backward", help="The backward, without its forward.")] = False,
     implementation: Annotated[list[str] | None, typer.Option(help="naive, sdpa, ioattn; all of them.")] = None,
@@ -54,6 +53,6 @@ def measure(
             name: predict(problem, counters.PREDICTED_BY[name], direction, Blocks(block_q, block_k)) for name in names
         }
         predicted = {name: {"read": t.read, "written": t.written} for name, t in predictions.items()}
-        typer.echo(json.dumps({"problem": label(problem), "measured": listed, "predicted": predicted}, indent=2))
+        typer.echo(o.as_text({"problem": label(problem), "measured": listed, "predicted": predicted}))
         return
     typer.echo(counters.text(problem, direction, found, Blocks(block_q, block_k)))

@@ -2,56 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+import math
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
 
-from ioattn.io.problems import DTYPE_NAMES, NAMED, problem_of
+from ioattn.cases import CASES, DTYPE_NAMES, problem_of
+from ioattn.cases import Case as NamedCase
+from ioattn.cli import words
+from ioattn.masks import Band
 from ioattn.problem import Problem
 
-
-def _sizes(text: str) -> tuple[int, ...]:
-    words = text.split(",")
-    if len(words) != 4 or not all(word.strip().isdecimal() for word in words):
-        raise typer.BadParameter(f"{text!r}; it must be B,H,N,D, integers")
-    return tuple(map(int, words))
-
-
-def _window(text: str) -> tuple[int | None, int | None]:
-    words = [word.strip() for word in text.split(",")]
-    if len(words) != 2 or not all(word.isdecimal() or word == "none" for word in words):
-        raise typer.BadParameter(f"{text!r}; it must be LEFT,RIGHT, each an integer or 'none' for unbounded")
-    left, right = (None if word == "none" else int(word) for word in words)
-    return left, right
-
-
-def _bytes(text: str) -> int:
-    units = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
-    number, unit = (text[:-1], text[-1].lower()) if text[-1:].isalpha() else (text, "")
-    if unit not in units or not number.isdecimal():
-        raise typer.BadParameter(f"{text!r}; it must be a number of bytes, with K, M or G for powers of 1024")
-    return int(number) * units[unit]
-
-
 # Typer reads the parsers; the annotations would make it ask for several words instead of one.
-Case = Annotated[str | None, typer.Option(metavar="|".join(NAMED), help="A problem by name, instead of --shape.")]
-Shape = Annotated[Any, typer.Option(parser=_sizes, metavar="B,H,N,D")]
+Case = Annotated[str | None, typer.Option(metavar="NAME", help="A problem by name instead of --shape: see `cases`.")]
+Shape = Annotated[Any, typer.Option(parser=words.sizes("B,H,N,D"), metavar="B,H,N,D")]
 KvHeads = Annotated[int | None, typer.Option(help="Key/value heads, H unless given.")]
 LenK = Annotated[int | None, typer.Option(help="Keys, N unless given.")]
 DimV = Annotated[int | None, typer.Option(help="Columns of V, D unless given.")]
-Dtype = Annotated[str, typer.Option(metavar="|".join(DTYPE_NAMES))]
+Dtype = Annotated[
+    Any, typer.Option(parser=words.one_of(DTYPE_NAMES), metavar="|".join(DTYPE_NAMES), help="A case's own, else fp16.")
+]
 Causal = Annotated[bool, typer.Option("--causal", help="Aligned bottom-right.")]
-Window = Annotated[Any, typer.Option(parser=_window, metavar="LEFT,RIGHT", help="'none': unbounded.")]
-Sram = Annotated[Any, typer.Option(parser=_bytes, metavar="BYTES", help="Such as 100K.")]
+Window = Annotated[Any, typer.Option(parser=words.window, metavar="LEFT,RIGHT", help="'none': unbounded.")]
+Sram = Annotated[Any, typer.Option(parser=words.n_bytes, metavar="BYTES", help="Such as 100K.")]
 BlockQ = Annotated[int, typer.Option(help="Queries of a tile.")]
 BlockK = Annotated[int, typer.Option(help="Keys of a tile.")]
 Splits = Annotated[int, typer.Option(help="Pieces that split-kv cuts the keys into.")]
 MachineName = Annotated[str, typer.Option("--machine", help="v100, a100, h100, h200, b200, this, or a .toml file.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Plot = Annotated[Any, typer.Option("--plot", metavar="FILE", help="Draw to this .png or .svg file.")]
-ThemeName = Annotated[str, typer.Option("--theme", metavar="light|dark")]
+Plot = Annotated[
+    Any,
+    typer.Option(parser=words.file_to_write(".png", ".svg"), metavar="FILE", help="Draw to this .png or .svg file."),
+]
+ThemeName = Annotated[
+    Any, typer.Option("--theme", parser=words.one_of(("light", "dark")), metavar="light|dark", help="Of the plot.")
+]
 
 
 @contextmanager
@@ -59,38 +47,66 @@ def user_errors() -> Iterator[None]:
     """Errors in what the user asked for end the command with their message, not with a traceback."""
     try:
         yield
-    except (ValueError, ModuleNotFoundError, MemoryError) as error:
+    except (ValueError, ModuleNotFoundError, MemoryError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
 
 
-def chosen_problem(case: str | None, shape: tuple[int, ...] | None, dtype: str, **options: Any) -> Problem:
-    """The problem of a command line: a named one, or one by its sizes.
+def chosen_problem(case: str | None, shape: tuple[int, ...] | None, dtype: str | None, **options: Any) -> Problem:
+    """The problem of a command line: a named one, or one by its sizes; the chapter's where neither is given.
 
     Raises:
-        ValueError: if both or neither are given, or what `problem_of` raises.
+        ValueError: if both are given, or sizes besides a name, or what `problem_of` raises.
     """
-    if case is not None and shape is not None:
+    if shape is not None and case is not None:
         raise ValueError(f"case is {case!r} and shape is {shape}; give one of them")
-    if case is None and shape is None:
-        case = "chapter"
-    if case is not None:
-        if case not in NAMED:
-            raise ValueError(f"case is {case!r}; it must be one of {', '.join(NAMED)}")
-        given = [name for name, value in options.items() if value not in (None, False)]
-        if given:
-            raise ValueError(f"{', '.join(given)} given with a named case; describe the problem by --shape instead")
-        return NAMED[case]
-    assert shape is not None
-    return problem_of(shape, dtype, **options)
+    if shape is not None:
+        return problem_of(shape, dtype or "fp16", **options)
+    given = [
+        f"--{name.replace('_', '-')}" for name, value in options.items() if value is not None and value is not False
+    ]
+    if given:
+        raise ValueError(f"{', '.join(given)} given without --shape; a named case has its own")
+    return named_case(case).problem(dtype)
 
 
-def each(names: list[str], known: Callable[[str], bool], every: list[str]) -> list[str]:
-    """The names asked for, all of `every` where none was.
+def named_case(case: str | None) -> NamedCase:
+    """The case of that name, the chapter's for None; raises ValueError, with the names, where there is none."""
+    if case is not None and case not in CASES:
+        raise ValueError(f"case is {case!r}; it must be one of {', '.join(CASES)}")
+    return CASES[case or "chapter"]
+
+
+def chosen_band(case: str | None, shape: tuple[int, ...] | None, causal: bool, window: Any) -> Band:
+    """The band asked for, with sides that hide nothing at the problem's own lengths but may at others."""
+    return named_case(case).band if shape is None else Band.of(causal, window)
+
+
+def each(what: str, names: list[str] | None, known: Collection[str]) -> list[str]:
+    """The names asked for, each once, or all of `known` where none was.
 
     Raises:
         ValueError: naming the first that is not known.
     """
-    for name in names:
-        if not known(name):
-            raise ValueError(f"schedule is {name!r}; it must be one of {', '.join(every)}")
-    return names or every
+    for name in names or ():
+        if name not in known:
+            raise ValueError(f"{what} is {name!r}; it must be one of {', '.join(known)}")
+    return list(dict.fromkeys(names or known))
+
+
+def alone(name: str, value: Any, without: str) -> None:
+    """Raise ValueError if an option is given where it would do nothing."""
+    if value is not None and value is not False:
+        raise ValueError(f"--{name} is given {without}; it would do nothing there")
+
+
+def as_text(value: Any) -> str:
+    """JSON; what is infinite or no number is null, for which JSON has no word."""
+    return json.dumps(_finite(value), indent=2, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

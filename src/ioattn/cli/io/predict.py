@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
+import math
 from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
 
+from ioattn.cases import label
 from ioattn.cli.io import options as o
 from ioattn.io.machine import Machine, machine_of
-from ioattn.io.problems import label
 from ioattn.io.results import Measured, measured_points
 from ioattn.io.roofline import Bound, best_blocks, bound
 from ioattn.io.sweep import AXES, Axis, Point, sweep
@@ -28,7 +29,7 @@ def predict(
     kv_heads: o.KvHeads = None,
     len_k: o.LenK = None,
     dim_v: o.DimV = None,
-    dtype: o.Dtype = "fp16",
+    dtype: o.Dtype = None,
     causal: o.Causal = False,
     window: o.Window = None,
     schedule: Annotated[list[str] | None, typer.Option(help=f"Any of {', '.join(RIGHT_SCHEDULES)}; all.")] = None,
@@ -54,24 +55,37 @@ def predict(
             case, shape, dtype, kv_heads=kv_heads, len_k=len_k, dim_v=dim_v, causal=causal, window=window
         )
         direction: Direction = "backward" if backward else "forward"
-        names = o.each(schedule or [], FORMULAS.__contains__, RIGHT_SCHEDULES)
-        if not schedule:
-            names = [name for name in names if direction in FORMULAS[name]]
+        names = _schedules(schedule, direction)
         on, blocks = machine_of(machine), Blocks(block_q, block_k, splits)
         if sweep_axis is not None:
-            series = {n: sweep(cast(Axis, sweep_axis), problem, on, n, direction, blocks) for n in names}
+            for option, value in (("best-blocks", best), ("measured-us", measured_us), ("results", results)):
+                o.alone(option, value, "with --sweep")
+            wide = dataclasses.replace(problem, band=o.chosen_band(case, shape, causal, window))
+            series = {n: sweep(cast(Axis, sweep_axis), wide, on, n, direction, blocks) for n in names}
             _show_sweep(cast(Axis, sweep_axis), series, as_json, plot, theme)
             return
+        if measured_us is not None and not 0 < measured_us < math.inf:
+            raise ValueError(f"measured-us is {measured_us:g}; it must be positive")
+        if as_json:
+            o.alone("results", results, "with --json")
         bounds = [bound(problem, on, n, direction, _blocks(problem, n, direction, on, blocks, best)) for n in names]
-        points = _points(results, on) if results else []
+        points = [] if results is None else _points(results, on)
         if plot is not None:
             from ioattn.io.plot import traffic_and_roofline
 
-            traffic_and_roofline(bounds, points, Path(plot), cast(Any, theme))
+            traffic_and_roofline(bounds, points, plot, theme)
     if as_json:
-        typer.echo(json.dumps([b.to_dict() for b in bounds], indent=2))
+        reached = [{"reached": b.reached(measured_us * 1e-6)} if measured_us else {} for b in bounds]
+        typer.echo(o.as_text([b.to_dict() | more for b, more in zip(bounds, reached, strict=True)]))
         return
     typer.echo(_text(bounds, measured_us))
+    if results is not None:
+        typer.echo(_measured_text(points, on, Path(results)))
+
+
+def _schedules(asked: list[str] | None, direction: Direction) -> list[str]:
+    names = o.each("schedule", asked, FORMULAS)
+    return names if asked else [name for name in RIGHT_SCHEDULES if direction in FORMULAS[name]]
 
 
 def _blocks(problem: Problem, name: str, direction: Direction, machine: Machine, given: Blocks, best: bool) -> Blocks:
@@ -87,7 +101,17 @@ def _points(folder: str, machine: Machine) -> list[Measured]:
     path = Path(folder)
     if not path.is_dir():
         raise ValueError(f"results is {folder!r}; it must be a folder of result files")
-    return [p for p in measured_points(path) if machine.name == "this" or machine.name in p.machine.lower()]
+    return [p for p in measured_points(path) if p.ran_on(machine)]
+
+
+def _measured_text(points: list[Measured], machine: Machine, folder: Path) -> str:
+    if not points:
+        return f"no measured points of {machine.name} in {folder}"
+    header = ("measured on " + machine.name, "direction", "implementation", "FLOP/s", "FLOP/B")
+    rows = [
+        (label(p.problem), p.direction, p.implementation, rate(p.flops_per_s), f"{p.intensity:.4g}") for p in points
+    ]
+    return table(header, rows, left=3) + "\n\nFLOP/B: useful FLOPs per compulsory byte."
 
 
 def _text(bounds: list[Bound], measured_us: float | None) -> str:
@@ -134,14 +158,14 @@ def _steps(b: Bound) -> str:
     return f"{head}\n{table(('step', 'tensor', 'read', 'written'), rows, left=2)}\n"
 
 
-def _show_sweep(axis: Axis, series: dict[str, list[Point]], as_json: bool, plot: str | None, theme: str) -> None:
+def _show_sweep(axis: Axis, series: dict[str, list[Point]], as_json: bool, plot: Path | None, theme: Any) -> None:
     if plot is not None:
         from ioattn.io.plot import sweep_plot
 
-        sweep_plot(axis, series, Path(plot), cast(Any, theme))
+        sweep_plot(axis, series, plot, theme)
     if as_json:
         listed = [{axis: p.at, **p.bound.to_dict()} for points in series.values() for p in points]
-        typer.echo(json.dumps(listed, indent=2))
+        typer.echo(o.as_text(listed))
         return
     header = (axis, "schedule", "blocks", "total", "compulsory", "FLOP/B", "binds", "least time")
     rows = [(at, name, *_cells(b)) for name, points in series.items() for at, b in points]

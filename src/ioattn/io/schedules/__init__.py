@@ -76,7 +76,7 @@ def count(
         CapacityError: if a tile does not fit.
 
     Example:
-        >>> from ioattn.io.problems import problem_of
+        >>> from ioattn.cases import problem_of
         >>> problem = problem_of((1, 1, 128, 16), "fp32")
         >>> q, k, v = torch.randn(3, 1, 1, 128, 16)
         >>> count(problem, "fa2", "forward", {"Q": q, "K": k, "V": v}).traffic.of("K", "V")
