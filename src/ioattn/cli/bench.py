@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ioattn import registry
+from ioattn.bench import plot as figures
 from ioattn.bench.goals import CPU_GOALS, GPU_FEATURES, GPU_GOALS, Goal
 from ioattn.bench.gpu import Measured, compare_on_gpu, compile_all, host_times
 from ioattn.bench.limits import first_call, fma_peak
@@ -103,6 +104,29 @@ def gpu(
     if faults:
         raise typer.Exit(1)
     console.print(f"stored in {path}" if wanted else f"no case matches {only!r}")
+
+
+@app.command()
+def plot(
+    results: Annotated[Path, typer.Argument(help="A CSV file that `bench` wrote.", exists=True, dir_okay=False)],
+    output: Annotated[Path, typer.Option("--output", help="Where the figures go.")] = Path("docs/figures"),
+) -> None:
+    """Draw a results file, light and dark: rates over the length, and the ratio of each case to the best peer."""
+    drawn = []
+    name = re.sub(r"-\d{4}-\d{2}-\d{2}$", "", results.stem)
+    for direction in ("forward", "backward", "decode"):
+        rates = figures.read(results, direction)
+        for name, draw in (("rates", figures.over_length), ("ratios", figures.against_best)):
+            for theme in ("light", "dark"):
+                path = (
+                    output
+                    / f"{re.sub('-?[0-9]{4}-[0-9]{2}-[0-9]{2}', '', results.stem)}-{direction}-{name}-{theme}.svg"
+                )
+                if draw(rates, path, theme):
+                    drawn.append(path)
+    if not drawn:
+        raise typer.BadParameter(f"{results} has no case with a peer and none at two lengths: nothing to draw")
+    typer.echo("\n".join(map(str, drawn)))
 
 
 def _in_direction(goals: Iterable[Goal], direction: str) -> list[Goal]:

@@ -27,6 +27,7 @@ COLOURS = {
     "as-printed": "#999999",
 }
 CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
+MARKS = "osD^vPX"
 MARKERS = {"naive": "X", "fused-softmax": "P", "fa1": "D", "fa2": "o", "split-kv": "s", "as-printed": "v"}
 
 
@@ -41,8 +42,10 @@ class Line:
 
 
 @contextmanager
-def figure(path: Path, theme: Theme, width: float = 7.5, height: float = 4.2, columns: int = 1) -> Iterator[Any]:
-    """Axes to draw on, written to `path` on leaving.
+def figure(
+    path: Path, theme: Theme, width: float = 7.5, height: float = 4.2, columns: int = 1, rows: int = 1
+) -> Iterator[Any]:
+    """Axes to draw on, written to `path` on leaving; an array of them `(rows, columns)` if there are rows.
 
     Raises:
         ValueError: if the path ends in neither .png nor .svg, or the theme does not exist.
@@ -76,7 +79,7 @@ def figure(path: Path, theme: Theme, width: float = 7.5, height: float = 4.2, co
     }
     with mpl.rc_context(style):
         fig = Figure(figsize=(width, height), layout="constrained")
-        axes = fig.subplots(1, columns)
+        axes = fig.subplots(rows, columns, squeeze=rows == 1)
         yield axes
         path.parent.mkdir(parents=True, exist_ok=True)
         fig.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
