@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from sass import unwritten_reads
 
 from ioattn.backends.gluon import config as table
 from ioattn.masks import Band
@@ -105,6 +106,7 @@ def test_machine_code(dim: int, feature: str, tmp_path: Path) -> None:
         assert sum("HGMMA" in line for line in body) == products
         assert sum("WARPGROUP.DEPBAR" in line for line in body) == 2, "the products are not asynchronous"
     assert not any("HMMA." in line.replace("HGMMA", "") for line in code.lines)
+    assert unwritten_reads(code.lines) == []
 
 
 @pytest.mark.parametrize("feature", ["full", "full-odd", "causal", "window"])
@@ -125,6 +127,22 @@ def test_other_dimensions_compile(dim: int, dim_v: int, dtype: torch.dtype) -> N
     assert config.dim >= dim
     assert config.dim_v >= dim_v
     assert kernel.metadata.shared <= table.SHARED_BYTES
+
+
+def test_reads_of_unwritten_registers_are_found() -> None:
+    """A descriptor whose half is computed in a block that a branch jumps over; seen in the machine code of a kernel."""
+    lines = [
+        "/*0000*/ R2UR UR40, R3 ;",
+        "/*0010*/ @!P0 BRA 0x40 ;",
+        "/*0020*/ UIADD3 UR20, UP0, UR40, 0x2, URZ ;",
+        "/*0030*/ UIADD3.X UR21, URZ, 0x40000040, URZ, UP0, !UPT ;",
+        "/*0040*/ UIADD3 UR32, UP0, UR20, 0x2, URZ ;",
+        "/*0050*/ @P1 BRA 0x20 ;",
+        "/*0060*/ EXIT ;",
+    ]
+    assert [op.address for op in unwritten_reads(lines)] == [0x40]
+    lines[1] = "/*0010*/ NOP ;"
+    assert unwritten_reads(lines) == []
 
 
 def test_formulas_do_not_share_a_kernel() -> None:

@@ -73,15 +73,11 @@ def attend(call, tile, post, q_place, place, turn, GROUP: gl.constexpr):
     if config.has_hi:
         for n in range(keys.last - top):
             state = step_alone(call, tile, q_tile, rows, keys.last - 1 - n, state, GROUP)
-    if top > keys.full:
-        state, weights = begin(call, tile, q_tile, rows, top - 1, state, GROUP)
-        for n in range(top - 1 - keys.full):
-            state, weights = step(call, tile, q_tile, rows, top - 2 - n, state, weights, GROUP)
-        state = end(call, state, weights)
+    state = pipeline(call, tile, q_tile, q_place, rows, keys, top, state, GROUP)
     if config.has_lo:
         for n in range(keys.full - keys.first):
             state = step_alone(call, tile, q_tile, rows, keys.full - 1 - n, state, GROUP)
-    if not config.share_out:
+    if config.has_lo and not config.share_out:
         call.queries.release(q_place)
     place, turn = let_pass(call, state.place, state.turn, keys.first - block_keys.first, GROUP)
     finish(call, post, state, row, GROUP)
@@ -89,6 +85,25 @@ def attend(call, tile, post, q_place, place, turn, GROUP: gl.constexpr):
         tma.store_wait(0)
         call.queries.release(q_place)
     return place, turn
+
+
+@gluon.jit
+def pipeline(call, tile, q_tile, q_place, rows, keys, top, state, GROUP: gl.constexpr):
+    """The blocks below `top`, of which only the first may need a mask, with the products next to the softmax.
+
+    Where no masked blocks follow, the queries are given back before the last product with V.
+    """
+    early: gl.constexpr = not (call.config.share_out or call.config.has_lo)
+    if top > keys.full:
+        state, weights = begin(call, tile, q_tile, rows, top - 1, state, GROUP)
+        for n in range(top - 1 - keys.full):
+            state, weights = step(call, tile, q_tile, rows, top - 2 - n, state, weights, GROUP)
+        if early:
+            call.queries.release(q_place)
+        state = end(call, state, weights)
+    elif early:
+        call.queries.release(q_place)
+    return state
 
 
 @gluon.jit

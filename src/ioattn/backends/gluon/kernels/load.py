@@ -8,9 +8,8 @@ from ioattn.backends.gluon.kernels.tiles import GROUP_ROWS, no_tile
 @gluon.jit
 def load(call, schedule, q_desc, k_desc, v_desc):
     """The loader: posts tiles and keeps the rings of Q, K and V filled."""
-    GROUPS: gl.constexpr = call.config.groups
     post = start(2)
-    round_q = start(GROUPS)
+    q_round = start(call.config.groups)
     place = start(call.config.stages)
     landed = start(1)
     ends = schedule.ends()
@@ -24,17 +23,15 @@ def load(call, schedule, q_desc, k_desc, v_desc):
     while current >= 0:
         tile = schedule.tile(current, row_tiles, ends, again)
         call.board.post(post, tile)
-        for group in gl.static_range(GROUPS):
-            row = tile.q_offset + tile.q_start + group * GROUP_ROWS
-            call.queries.fill(round_q.at(group), q_desc, [tile.batch, tile.head, row, 0])
-        round_q = round_q.again()
         if call.config.cleans:
             if again:
+                load_queries(call, tile, q_round, q_desc)
                 place, landed = load_again(call, tile, post, place, landed, k_desc, v_desc)
             else:
-                place = load_keys(call, tile, place, k_desc, v_desc)
+                place = load_once(call, tile, q_round, place, q_desc, k_desc, v_desc)
         else:
-            place = load_keys(call, tile, place, k_desc, v_desc)
+            place = load_once(call, tile, q_round, place, q_desc, k_desc, v_desc)
+        q_round = q_round.again()
         if again == 0:
             index = schedule.next(index)  # before the wait in `choose`, which hides how long the counter takes
         post = post.next()
@@ -68,13 +65,38 @@ def choose(call, post, index, newer, older, n_tiles):
 
 
 @gluon.jit
-def load_keys(call, tile, place, k_desc, v_desc):
-    """Load the blocks of K and V that the tile's rows see, from the last to the first."""
+def load_queries(call, tile, q_round, q_desc):
+    """Load every group's rows of a tile."""
+    GROUPS: gl.constexpr = call.config.groups
+    for group in gl.static_range(GROUPS):
+        row = tile.q_offset + tile.q_start + group * GROUP_ROWS
+        call.queries.fill(q_round.at(group), q_desc, [tile.batch, tile.head, row, 0])
+
+
+@gluon.jit
+def load_once(call, tile, q_round, place, q_desc, k_desc, v_desc):
+    """Load the queries and the blocks of K and V that the tile's rows see, from the last to the first.
+
+    With `keys_first` the first block of K goes before the queries, whose buffers may be in use for longer.
+    """
     KEYS: gl.constexpr = call.config.keys
     TILE_ROWS: gl.constexpr = GROUP_ROWS * call.config.groups
     keys = call.band.blocks(tile, tile.q_start, TILE_ROWS, KEYS)
     kv_head = tile.head // call.kv_group
-    for step in range(keys.last - keys.first):
+    first = gl.to_tensor(0)
+    if call.config.keys_first:
+        coord = [tile.batch, kv_head, tile.k_offset + (keys.last - 1) * KEYS, 0]
+        some = keys.last > keys.first
+        if some:
+            call.keys.fill(place, k_desc, coord)
+        load_queries(call, tile, q_round, q_desc)
+        if some:
+            call.values.fill(place, v_desc, coord)
+            place = place.next()
+        first = some.to(gl.int32)
+    else:
+        load_queries(call, tile, q_round, q_desc)
+    for step in range(first, keys.last - keys.first):
         coord = [tile.batch, kv_head, tile.k_offset + (keys.last - 1 - step) * KEYS, 0]
         call.keys.fill(place, k_desc, coord)
         call.values.fill(place, v_desc, coord)
@@ -86,7 +108,7 @@ def load_keys(call, tile, place, k_desc, v_desc):
 def load_again(call, tile, post, place, landed, k_desc, v_desc):
     """The same for a tile that is done again: with V cleaned, and put right afterwards.
 
-    Apart from `load_keys`, because a loader that touches what it loads needs a fence before each copy: with both in one
+    Apart from `load_once`, because a loader that touches what it loads needs a fence before each copy: with both in one
     loop, 5-8% of the causal forward (H200, D 128 and 256).
     """
     KEYS: gl.constexpr = call.config.keys
