@@ -2,42 +2,52 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from ioattn.bench import workload
 from ioattn.cases import problem_of
+from ioattn.cli.io import app
+from ioattn.cli.io.measure import counters
 from ioattn.io import measure
-from ioattn.io.measure import Call, Counters, MeasureError, explain, parse, text
+from ioattn.io.levels import at_l2, compare, explain, text
+from ioattn.io.measure import Call, Counters, MeasureError, parse
 from ioattn.io.reference import check
 from ioattn.io.tiles import Blocks
-from ioattn.io.traffic import compulsory
+from ioattn.io.traffic import compulsory, predict
+
+RECORDED = Path(__file__).parent / "recorded"
+"""What ncu printed on an H200, the columns that are not read and the host's name left out."""
 
 # The form of `ncu --csv --page raw`: the workload's lines, names, units, a row per kernel.
-NAMES = (
-    '"ID","Process ID","Process Name","Kernel Name","Context","Device","CC","dram__bytes_read.sum",'
-    '"dram__bytes_write.sum","lts__t_sectors_op_read.sum","lts__t_sectors_op_red.sum","lts__t_sectors_op_write.sum"'
-)
-KERNELS = (
-    '"0","1234","python3.12","gemm(half *, float, int)","1","0","9.0","{0}","{1}","3,145,728","0","1,048,576"',
-    '"1","1234","python3.12","softmax","1","0","9.0","{0}","{1}","1048576","64","1048576"',
-)
+METRICS = sorted(measure.METRICS.values())
+NAMES = ",".join(f'"{name}"' for name in ("ID", "Kernel Name", *METRICS))
+UNITS = {"dram": "byte", "gpu_": "ns", "lts_": "sector", "smsp": "inst"}
 
 
-def table(unit: str, sectors: str = "sector", read: str = "33554432", written: str = "1048576") -> list[str]:
-    units = f'"","","","","","","","{unit}","{unit}","{sectors}","{sectors}","{sectors}"'
-    kernels = [kernel.format(read, written) for kernel in KERNELS]
-    return ["==PROF== Connected to process 1234", "warming up", "", NAMES, units, *kernels]
+def table(**units: str) -> list[str]:
+    """Two kernels, every counter 1, with the units of `UNITS` but for those given; `number` is another number."""
+    number = units.pop("number", "1")
+    kinds = [(UNITS | units)[metric[:4]] for metric in METRICS]
+    unit_row = ",".join(f'"{cell}"' for cell in ("", "", *kinds))
+    cells = ",".join(f'"{number}"' for _ in METRICS)
+    kernels = [f'"{i}","{name}",{cells}' for i, name in enumerate(("gemm(half *, float, int)", "softmax"))]
+    return ["==PROF== Connected to process 1234", "warming up", "", NAMES, unit_row, *kernels]
 
 
 def test_base_units():
-    counters = parse(table("byte"))
-    assert counters == Counters(
-        ("gemm(half *, float, int)", "softmax"), 2 * 33554432, 2 * 1048576, 4194304 * 32, 2097216 * 32
-    )
-    assert (counters.dram, counters.l2) == (2 * 34603008, (4194304 + 2097216) * 32)
+    counters = parse(table(number="1,024"))
+    assert counters.kernels == ("gemm(half *, float, int)", "softmax")
+    assert (counters.dram_read, counters.dram_written, counters.nanoseconds) == (2048, 2048, 2048)
+    # Sectors of 32 bytes, a warp's store of 128.
+    assert (counters.l2_read, counters.l2_written, counters.l2_reduced, counters.spilled) == (*[65536] * 3, 262144)
+    assert (counters.dram, counters.l2) == (4096, 3 * 65536)
 
 
 @pytest.mark.parametrize(
@@ -45,32 +55,69 @@ def test_base_units():
     [("byte", 1), ("Kbyte", 10**3), ("Mbyte", 10**6), ("Gbyte", 10**9), ("Kibyte", 2**10), ("bytes", 1)],
 )
 def test_scaled_units_are_powers_of_1000_unless_they_say_otherwise(unit, factor):
-    assert parse(table(unit, read="2.16", written="1,024.5")).dram_read == 2 * round(2.16 * factor)
-    assert parse(table(unit, read="2.16", written="1,024.5")).dram_written == 2 * round(1024.5 * factor)
+    assert parse(table(dram=unit, number="2.16")).dram_read == 2 * round(2.16 * factor)
+    assert parse(table(dram=unit, number="1,024.5")).dram_written == 2 * round(1024.5 * factor)
+
+
+@pytest.mark.parametrize(
+    ("unit", "factor"), [("ns", 1), ("nsecond", 1), ("us", 1000), ("usecond", 1000), ("ms", 10**6), ("s", 10**9)]
+)
+def test_times_have_units_too(unit, factor):
+    assert parse(table(gpu_=unit, number="2.5")).nanoseconds == 2 * round(2.5 * factor)
 
 
 def test_scaled_sectors():
-    assert parse(table("byte", "Ksector")).l2_read == 4194304 * 1000 * 32
+    assert parse(table(lts_="Ksector")).l2_read == 2 * 1000 * 32
 
 
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (table("bit"), "dram__bytes_read.sum is in 'bit'; it must be in bytes"),
-        (table("Xbyte"), "whose prefix 'X' is unknown"),
-        (table("byte", "byte"), r"lts__t_sectors_op_read.sum is in 'byte'; it must be in sectors"),
-        (table("byte", read="n/a"), "dram__bytes_read.sum is 'n/a'; it must be a number"),
-        (table("byte", read="nan"), "it must be finite"),
-        (table("byte")[:4], "printed no table of kernels"),
-        (table("byte")[:5], "printed no table of kernels"),
+        (table(dram="bit"), "dram__bytes_read.sum is in 'bit'; it must be in bytes"),
+        (table(dram="Xbyte"), "whose prefix 'X' is unknown"),
+        (table(lts_="byte"), r"lts__t_sectors_srcunit_tex_op_read.sum is in 'byte'; it must be in sectors"),
+        (table(gpu_="cycle"), r"gpu__time_duration.sum is in 'cycle'; it must be in ns, us, ms or s"),
+        (table(gpu_=""), r"gpu__time_duration.sum is in ''; it must be in ns"),
+        (table(number="n/a"), "dram__bytes_read.sum is 'n/a'; it must be a number"),
+        (table(number="nan"), "it must be finite"),
+        (table(number="-1"), "it must be finite and not negative"),
+        (table()[:4], "printed no table of kernels"),
+        (table()[:5], "printed no table of kernels"),
         (["==ERROR== something"], "printed no table of kernels"),
-        ([*table("byte"), '"2","short"'], "a row of ncu's table has 2 cells; it must have 12"),
-        ([line.replace("lts__t_sectors_op_red.sum", "other") for line in table("byte")], "lacks lts__t_sectors_op_red"),
+        ([*table(), '"2","short"'], r"a row of ncu's table has 2 cells; it must have \d+"),
+        ([line.replace("op_red.sum", "other") for line in table()], "lacks lts__t_sectors_srcunit_tex_op_red"),
     ],
 )
 def test_what_cannot_be_read_is_refused(lines, message):
     with pytest.raises(ValueError, match=message):
         parse(lines)
+
+
+def test_torchs_steps_are_as_predicted_on_an_h200():
+    problem = problem_of((1, 1, 4096, 64))
+    found = parse((RECORDED / "ncu-h200-naive-forward.csv").read_text().splitlines())
+    (it,) = compare(problem, "forward", {"naive": found}, Blocks(128, 128))
+    assert it.schedule == "fused-softmax"
+    # The steps also scale Q in a kernel of its own, which reads and writes it once.
+    scaled = 4096 * 64 * 2
+    assert found.l2_written == it.predicted.written + scaled
+    assert found.dram_read == pytest.approx(it.predicted.read + scaled, rel=0.001)
+    assert found.l2_read > it.predicted.read
+    dram, l2_read, l2_written = explain(it, compulsory(problem))
+    assert dram.startswith("DRAM read 66.06 MiB, 1.01 of the prediction, and wrote 21.41 MiB of 64.5 MiB: 43.09 MiB ")
+    assert l2_read.startswith("L2: SMs read 107.2 MiB, 1.64 of the prediction: products read their thin operands again")
+    assert l2_written == "L2: SMs wrote or added 65 MiB, 1.01 of the prediction."
+
+
+def test_a_backward_with_spilled_registers_is_told_by_its_stores():
+    problem = problem_of((1, 16, 8192, 128), "bf16", causal=True)
+    found = parse((RECORDED / "ncu-h200-triton-backward.csv").read_text().splitlines())
+    (it,) = compare(problem, "backward", {"ioattn": found}, Blocks(128, 128))
+    assert it.schedule == "two-pass"
+    # dQ, dK, dV and delta, once; dK or dV once more by the kernel that repairs what a NaN has spoilt.
+    stored = found.l2_written - found.spilled
+    assert it.predicted.written <= stored <= it.predicted.written + 32 * 2**20
+    assert "1.629 GiB of it are registers that did not fit." in explain(it, 0)[-1]
 
 
 def test_the_command_asks_for_base_units_and_leaves_the_clocks_alone():
@@ -136,18 +183,61 @@ def test_counters_of_the_exercise(backward):
     assert sdpa.dram_read < 4 * compulsory(problem, direction)
 
 
-def test_the_gap_is_explained_by_level():
-    # Read by ncu on an H200, one head, N 4096, d 64, FP16: naive 102 MB and 26 MB at DRAM, 355 MB at L2.
+def test_additions_cross_from_the_sms_once():
     problem, blocks = problem_of((1, 1, 4096, 64)), Blocks(128, 128)
-    naive = Counters(("gemm", "softmax", "gemm"), 102 * 10**6, 26 * 10**6, 230 * 10**6, 125 * 10**6)
-    flash = Counters(("flash",), 1_600_000, 0, 20_500_000, 500_000)
-    dram, l2 = explain(problem, "forward", "naive", naive, blocks)
-    assert dram.startswith("DRAM saw 122.1 MiB of the 194 MiB predicted: the L2 caught 37%, re-reads of matrices, and ")
-    assert l2.startswith("L2 saw 338.6 MiB, 1.75 of the prediction: ")
-    dram, less, l2 = explain(problem, "forward", "fa2", flash, blocks)
-    assert dram == "DRAM saw 1.526 MiB of the 33.02 MiB predicted: the L2 caught 95%, re-reads of K and V."
+    traffic = predict(problem, "fa2", "backward", blocks)
+    adds = 4096 // 128 * 4096 * 64 * 4
+    assert at_l2(traffic) == (traffic.read - adds, traffic.written - adds, adds)
+    assert at_l2(predict(problem, "fa2", "forward", blocks)).reduced == 0
+
+
+def test_the_gap_is_explained_by_level():
+    problem, blocks = problem_of((1, 1, 4096, 64)), Blocks(128, 128)
+    flash = Counters(("flash",), 1_600_000, 0, 20_500_000, 540_672, nanoseconds=12_300)
+    masked = Counters(("mul", "gemm", "fill", "triu", "softmax", "gemm"), 200 * 2**20, 60 * 2**20, 10**9, 10**8)
+    compared = compare(problem, "forward", {"naive": masked, "sdpa": flash}, blocks)
+    assert explain(compared[0], 2**21)[0].endswith("these kernels make more passes than the schedule.")
+    dram, less, l2, stored = explain(compared[1], 2**21)
+    assert dram == "DRAM saw 1.526 MiB of 33.02 MiB: the L2 caught 95%, re-reads of tiles."
     assert less.startswith("DRAM saw less than the compulsory 2 MiB")
-    assert "0.61 of the prediction: larger tiles" in l2
-    shown = text(problem, "forward", {"naive": naive, "sdpa": flash}, blocks)
-    assert "sdpa" in shown
+    assert "0.60 of the prediction: larger tiles, or SMs" in l2
+    assert stored == "L2: SMs wrote or added 528 KiB, 1.00 of the prediction."
+    shown = text(problem, "forward", compared, blocks)
+    assert re.search(r"sdpa +measured +1.526 MiB .* 12.3 us +1\n", shown)
     assert "fa2 128x128" in shown
+    assert explain(compare(problem, "backward", {"sdpa": flash}, blocks)[0], 0)[0].endswith("and additions to dQ.")
+
+
+def test_what_the_command_refuses_before_it_measures(monkeypatch):
+    monkeypatch.setattr(counters, "measure", lambda *a: pytest.fail("it was measured"))
+    for words, message in (
+        ("--case window-256", "its band must be full or causal"),
+        ("--case bias", "problem has a bias"),
+        ("--case gqa-8-2", "one head count"),
+        ("--shape 1,1,0,64", "no kernel would run"),
+        ("--block-q 0", "block_q is 0"),
+    ):
+        result = CliRunner().invoke(app, ["measure", *words.split()])
+        assert result.exit_code == 2
+        assert message in " ".join(result.output.split())
+
+
+def test_the_command_prints_what_was_measured(monkeypatch):
+    def measured(call, warm):
+        return parse((RECORDED / "ncu-h200-naive-forward.csv").read_text().splitlines())
+
+    monkeypatch.setattr(counters, "measure", measured)
+    shown = CliRunner().invoke(app, ["measure", "--implementation", "naive"]).output
+    assert re.search(r"naive +measured +66.06 MiB +21.41 MiB +107.2 MiB +65 MiB +0 B +83.7 us +4", shown)
+    found = json.loads(CliRunner().invoke(app, ["measure", "--implementation", "naive", "--json"]).output)
+    naive = found["measured"]["naive"]
+    assert naive["counters"]["dram_read"] == 69264640
+    assert (naive["schedule"], naive["predicted"]["at_l2"]["reduced"]) == ("fused-softmax", 0)
+    assert len(naive["explained"]) == 3
+
+    def unreadable(call, warm):
+        raise ValueError("ncu printed no table of kernels")
+
+    monkeypatch.setattr(counters, "measure", unreadable)
+    result = CliRunner().invoke(app, ["measure"])
+    assert (result.exit_code, "no table of kernels" in result.output) == (2, True)

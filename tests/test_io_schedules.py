@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 from ioattn.cases import problem_of
 from ioattn.io.memory import CapacityError, Memory
 from ioattn.io.reference import check
-from ioattn.io.schedules import SCHEDULES, count
+from ioattn.io.schedules import count
 from ioattn.io.tiles import Blocks, Grid
-from ioattn.io.traffic import compulsory, predict, useful_flops
+from ioattn.io.traffic import FORMULAS, compulsory, predict, useful_flops
 from ioattn.masks import Band
 from ioattn.problem import Problem
 
-DIRECTIONS = ("forward", "backward")
-RIGHT = [(s, d) for s in SCHEDULES for d in DIRECTIONS if s != "as-printed" and getattr(SCHEDULES[s], d)]
+RIGHT = [(s, d) for s, of in FORMULAS.items() for d in of if s != "as-printed"]
 
 
 @pytest.fixture(autouse=True)
@@ -153,6 +152,7 @@ def test_the_documents_formulas():
         ("fa2", "forward"): 2 * N * d * e + tiles * 2 * N * d * e + 4 * N,
         ("naive", "backward"): 9 * N**2 * e + 8 * N * d * e,
         ("fused-softmax", "backward"): 7 * N**2 * e + 8 * N * d * e,
+        ("two-pass", "backward"): (9 + 4 * tiles) * N * d * e + (12 + 8 * tiles) * N,
         ("fa2", "backward"): (7 + 2 * tiles) * N * d * e + (8 + 8 * tiles) * N * d + (4 + 8 * tiles) * N,
     }
     for (schedule, direction), total in formulas.items():
@@ -188,6 +188,10 @@ def test_errors_name_the_cause():
         predict(problem, "fa3")
     with pytest.raises(ValueError, match="split-kv has no backward of its own"):
         predict(problem, "split-kv", "backward")
+    with pytest.raises(
+        ValueError, match="two-pass has no forward of its own; it is a backward, whose forward is fa2's"
+    ):
+        predict(problem, "two-pass")
     with pytest.raises(ValueError, match="direction is 'sideways'"):
         predict(problem, "fa2", "sideways")
     with pytest.raises(ValueError, match="block_k is 0; it must be at least 1"):

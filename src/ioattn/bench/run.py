@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import datetime
 import importlib.metadata
-import os
-import platform
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -19,6 +17,7 @@ from ioattn.bench.goals import Goal
 from ioattn.bench.peers import Attention, ours, torch_peer
 from ioattn.bench.timer import Timing, alternate
 from ioattn.cases import CASES, Case, inputs_of
+from ioattn.io.machine import cpu_name
 from ioattn.io.traffic import Direction, useful_flops
 from ioattn.problem import Problem
 
@@ -112,8 +111,7 @@ def machine_name(device: str = "cpu") -> str:
     """The GPU, such as `h200`; of a CPU its cores and the widest instruction set, such as `2-core-avx512`."""
     if device == "cuda":
         return torch.cuda.get_device_name().lower().removeprefix("nvidia ").replace(" ", "-")
-    capability = torch.backends.cpu.get_cpu_capability().lower()
-    return f"{os.cpu_count()}-core-{platform.machine() if capability == 'default' else capability}"
+    return cpu_name()
 
 
 def call(run: Attention, tensors: Mapping[str, Tensor], direction: Direction) -> Callable[[], object]:
@@ -163,10 +161,10 @@ def row(problem: Problem, direction: Direction, label: str, timing: Timing, erro
     unit, flops = ("TFLOP/s", 1e12) if device == "cuda" else ("GFLOP/s", 1e9)
     return Row(
         date=datetime.date.today().isoformat(),
-        commit=_commit(),
+        commit=source_commit(),
         machine=machine_name(device),
         torch=torch.__version__,
-        triton=_version("triton"),
+        triton=version_of("triton"),
         case=str(replace(problem, device=torch.device(device))),
         direction=direction,
         implementation=label,
@@ -178,14 +176,15 @@ def row(problem: Problem, direction: Direction, label: str, timing: Timing, erro
     )
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
+    """The installed version, or nothing."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
 
 
-def _commit() -> str:
+def source_commit() -> str:
     """The commit of the source tree, or nothing outside of one."""
     command = ["git", "rev-parse", "--short", "HEAD"]
     try:

@@ -3,6 +3,9 @@
 `ncu` runs the workload (`ioattn.bench.workload`) as a child and prints one CSV row per kernel and metric. Every row's
 own unit is read; nothing is assumed of it. Caches are flushed before each kernel unless asked otherwise: then every
 kernel starts cold, and what it leaves in the L2 at its end is counted neither as its write nor as the next one's read.
+
+At the L2 only what SMs ask for is counted. The plain counters (`lts__t_sectors_op_write`) count a byte again when it
+crosses from one half of the L2 to the other: on an H200 every byte written is 1.5 bytes in them, and 1 in these.
 """
 
 from __future__ import annotations
@@ -11,42 +14,29 @@ import csv
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ioattn.cases import label
-from ioattn.io.text import size, table
-from ioattn.io.tiles import Blocks
-from ioattn.io.traffic import Direction, compulsory, predict
-from ioattn.problem import Problem
-
-PREDICTED_BY = {"naive": "naive", "sdpa": "fa2", "ioattn": "fa2"}
-"""The schedule that stands beside each implementation."""
-
-_MATRICES = "re-reads of matrices, and writes that it had not passed on when a kernel ended"
-
-CAUGHT: Mapping[tuple[str, Direction], str] = {
-    ("naive", "forward"): _MATRICES,
-    ("naive", "backward"): _MATRICES,
-    ("fa2", "forward"): "re-reads of K and V",
-    ("fa2", "backward"): "re-reads of Q and dO, and additions to dQ",
-}
-"""What of a schedule's bytes an L2 keeps from the DRAM."""
+IMPLEMENTATIONS = ("naive", "sdpa", "ioattn")
+"""What can be measured: torch's separate steps, torch's fused attention, ours."""
 
 METRICS = {
     "dram_read": "dram__bytes_read.sum",
     "dram_written": "dram__bytes_write.sum",
-    "l2_read": "lts__t_sectors_op_read.sum",
-    "l2_written": "lts__t_sectors_op_write.sum",
-    "l2_reduced": "lts__t_sectors_op_red.sum",
+    "l2_read": "lts__t_sectors_srcunit_tex_op_read.sum",
+    "l2_written": "lts__t_sectors_srcunit_tex_op_write.sum",
+    "l2_reduced": "lts__t_sectors_srcunit_tex_op_red.sum",
+    "spilled": "smsp__inst_executed_op_local_st.sum",
+    "nanoseconds": "gpu__time_duration.sum",
 }
-"""What is asked of `ncu`; L2 counts sectors."""
+"""What is asked of `ncu`: bytes at DRAM, sectors at the L2, stores of spilled registers, time."""
 
-SECTOR = 32
-"""Bytes of an L2 sector."""
+_BASES = {"dram": ("byte", 1), "lts_": ("sector", 32), "smsp": ("inst", 128), "gpu_": ("second", 1)}
+"""A metric's unit by its first letters, and what one counts as: a warp stores 128 bytes of a register."""
 
 _SCALES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_SECONDS = {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9}
 
 
 class MeasureError(RuntimeError):
@@ -55,13 +45,20 @@ class MeasureError(RuntimeError):
 
 @dataclass(frozen=True)
 class Counters:
-    """Bytes by level, summed over the kernels of one workload."""
+    """Bytes by level, summed over the kernels of one workload, and their time.
+
+    DRAM: between slow memory and the L2. L2: between the L2 and the SMs; `l2_reduced` are additions that the L2 does by
+    itself, which cross once. `spilled` is the part of `l2_written` that is registers without room.
+    """
 
     kernels: tuple[str, ...]
     dram_read: int
     dram_written: int
     l2_read: int
     l2_written: int
+    l2_reduced: int = 0
+    spilled: int = 0
+    nanoseconds: int = 0
 
     @property
     def dram(self) -> int:
@@ -71,7 +68,7 @@ class Counters:
     @property
     def l2(self) -> int:
         """Bytes between the L2 and the SMs."""
-        return self.l2_read + self.l2_written
+        return self.l2_read + self.l2_written + self.l2_reduced
 
 
 @dataclass(frozen=True)
@@ -156,22 +153,14 @@ def parse(lines: Iterable[str]) -> Counters:
             raise ValueError(f"a row of ncu's table has {len(row)} cells; it must have {len(names)}: {row}")
         for key, metric in METRICS.items():
             at = names.index(metric)
-            totals[key] += _bytes(row[at], units[at], metric)
-    kernel_names = tuple(row[names.index("Kernel Name")] for row in kernels)
-    written = totals["l2_written"] + totals["l2_reduced"]
-    return Counters(kernel_names, totals["dram_read"], totals["dram_written"], totals["l2_read"], written)
+            totals[key] += _count(row[at], units[at], metric)
+    return Counters(tuple(row[names.index("Kernel Name")] for row in kernels), **totals)
 
 
-def _bytes(number: str, unit: str, metric: str) -> int:
-    """A cell as bytes: `ncu` scales by powers of 1000 unless told to print base units, and counts L2 in sectors."""
-    base, size = ("sector", SECTOR) if metric.startswith("lts") else ("byte", 1)
-    prefix = unit.removesuffix("s").removesuffix(base)
-    # "" is ncu's own way of writing base units of a pure count.
-    if unit != "" and not unit.removesuffix("s").endswith(base):
-        raise ValueError(f"{metric} is in {unit!r}; it must be in {base}s, with K, M, G or T")
-    factor = _SCALES.get(prefix, _BINARY.get(prefix))
-    if factor is None:
-        raise ValueError(f"{metric} is in {unit!r}, whose prefix {prefix!r} is unknown")
+def _count(number: str, unit: str, metric: str) -> int:
+    """A cell in bytes or nanoseconds: `ncu` scales by powers of 1000 unless told to print base units."""
+    base, size = _BASES[metric[:4]]
+    factor = _seconds(unit, metric) if base == "second" else _scale(unit, base, metric)
     try:
         value = float(number.replace(",", ""))
     except ValueError:
@@ -181,39 +170,20 @@ def _bytes(number: str, unit: str, metric: str) -> int:
     return round(value * factor) * size
 
 
-def text(problem: Problem, direction: Direction, found: dict[str, Counters], blocks: Blocks) -> str:
-    """The table of measured and predicted bytes, and what explains the difference at each level."""
-    rows = []
-    for name, c in found.items():
-        t = predict(problem, PREDICTED_BY[name], direction, blocks)
-        moved = (c.dram_read, c.dram_written, c.l2_read, c.l2_written)
-        predicted = (f"{PREDICTED_BY[name]} {blocks}", size(t.read), size(t.written))
-        rows.append((name, *map(size, moved), *predicted, len(c.kernels)))
-    header = ("implementation", "DRAM read", "written", "L2 read", "written", "predicted", "read", "written", "kernels")
-    least = compulsory(problem, direction)
-    lines = [f"{label(problem)}, {direction}; compulsory {size(least)}", "", table(header, rows), ""]
-    for name, c in found.items():
-        lines += [f"{name}: {line}" for line in explain(problem, direction, PREDICTED_BY[name], c, blocks)]
-    return "\n".join(lines)
+def _scale(unit: str, base: str, metric: str) -> int:
+    # "" is ncu's own way of writing base units of a pure count.
+    if unit != "" and not unit.removesuffix("s").endswith(base):
+        raise ValueError(f"{metric} is in {unit!r}; it must be in {base}s, with K, M, G or T")
+    prefix = unit.removesuffix("s").removesuffix(base)
+    factor = _SCALES.get(prefix, _BINARY.get(prefix))
+    if factor is None:
+        raise ValueError(f"{metric} is in {unit!r}, whose prefix {prefix!r} is unknown")
+    return factor
 
 
-def explain(problem: Problem, direction: Direction, schedule: str, measured: Counters, blocks: Blocks) -> list[str]:
-    """Sentences on the gap between the prediction and each level of the memory."""
-    predicted, least = predict(problem, schedule, direction, blocks), compulsory(problem, direction)
-    lines = []
-    if measured.dram < predicted.total:
-        caught = 1 - measured.dram / predicted.total
-        seen = f"DRAM saw {size(measured.dram)} of the {size(predicted.total)} predicted"
-        lines.append(f"{seen}: the L2 caught {caught:.0%}, {CAUGHT[schedule, direction]}.")
-    else:
-        ratio = measured.dram / predicted.total
-        lines.append(f"DRAM saw {ratio:.2f} times the prediction: these kernels make more passes than the schedule.")
-    if measured.dram < least:
-        lines.append(f"DRAM saw less than the compulsory {size(least)}: results were still in the L2 at the end.")
-    ratio = measured.l2 / predicted.total if predicted.total else float("inf")
-    if ratio < 0.95:
-        why = "larger tiles than the prediction's, or tiles that SMs share"
-    else:
-        why = "what every tile asks for, before the L2 catches any; above 1 are smaller tiles and extra passes"
-    lines.append(f"L2 saw {size(measured.l2)}, {ratio:.2f} of the prediction: {why}.")
-    return lines
+def _seconds(unit: str, metric: str) -> int:
+    # Older versions write nsecond, newer ones ns.
+    short = unit.removesuffix("econd")
+    if short not in _SECONDS:
+        raise ValueError(f"{metric} is in {unit!r}; it must be in ns, us, ms or s")
+    return _SECONDS[short]

@@ -7,6 +7,7 @@ and after sequences have ended leaves holes that are too small (external fragmen
 
 from __future__ import annotations
 
+import bisect
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -101,22 +102,45 @@ def churn(lengths: Sequence[int], capacity: int, seed: int) -> Churn:
 
     A refusal is a sequence that fits the free space but no hole in it: with pages it would have been admitted.
     """
-    source, placed, refused = random.Random(seed), [(0, 0)], 0
+    source, space, refused = random.Random(seed), _Space(capacity), 0
+    placed: list[tuple[int, int]] = []
     for length in (n for n in lengths if n <= capacity):
-        while (at := _first_fit(placed, length, capacity)) is None:
-            refused += capacity - sum(n for _, n in placed) >= length
-            placed.pop(1 + source.randrange(len(placed) - 1))
+        while (at := space.take(length)) is None:
+            refused += space.free >= length
+            leaving = source.randrange(len(placed))
+            placed[leaving], placed[-1] = placed[-1], placed[leaving]
+            space.give_back(*placed.pop())
         placed.append((at, length))
-        placed.sort()
-    holes = _holes(placed, capacity)
-    return Churn(sum(n for _, n in holes), max((n for _, n in holes), default=0), refused)
+    return Churn(space.free, max(space.sizes, default=0), refused)
 
 
-def _first_fit(placed: list[tuple[int, int]], length: int, capacity: int) -> int | None:
-    return next((at for at, size in _holes(placed, capacity) if size >= length), None)
+class _Space:
+    """The holes of a contiguous cache, in order: where they start and how long they are."""
 
+    def __init__(self, capacity: int) -> None:
+        self.starts, self.sizes, self.free = [0], [capacity], capacity
 
-def _holes(placed: list[tuple[int, int]], capacity: int) -> list[tuple[int, int]]:
-    starts = [at for at, _ in placed[1:]] + [capacity]
-    gaps = [(at + n, start - at - n) for (at, n), start in zip(placed, starts, strict=True)]
-    return [(at, size) for at, size in gaps if size > 0]
+    def take(self, length: int) -> int | None:
+        """The start of the first hole that is long enough, which shrinks; None if there is none."""
+        for i, size in enumerate(self.sizes):
+            if size >= length:
+                at = self.starts[i]
+                self.starts[i], self.sizes[i] = at + length, size - length
+                if size == length:
+                    del self.starts[i], self.sizes[i]
+                self.free -= length
+                return at
+        return None
+
+    def give_back(self, at: int, length: int) -> None:
+        """A hole more, joined with its neighbours."""
+        i = bisect.bisect(self.starts, at)
+        self.free += length
+        if i < len(self.starts) and self.starts[i] == at + length:
+            length += self.sizes[i]
+            del self.starts[i], self.sizes[i]
+        if i > 0 and self.starts[i - 1] + self.sizes[i - 1] == at:
+            self.sizes[i - 1] += length
+        else:
+            self.starts.insert(i, at)
+            self.sizes.insert(i, length)

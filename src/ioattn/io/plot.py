@@ -23,12 +23,13 @@ COLOURS = {
     "fused-softmax": "#E69F00",
     "fa1": "#CC79A7",
     "fa2": "#0072B2",
+    "two-pass": "#56B4E9",
     "split-kv": "#009E73",
     "as-printed": "#999999",
 }
 CYCLE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
 MARKS = "osD^vPX"
-MARKERS = {"naive": "X", "fused-softmax": "P", "fa1": "D", "fa2": "o", "split-kv": "s", "as-printed": "v"}
+MARKERS = dict(zip(COLOURS, "XPDo^sv", strict=True))
 
 
 @dataclass(frozen=True)
@@ -81,12 +82,17 @@ def figure(
         fig = Figure(figsize=(width, height), layout="constrained")
         axes = fig.subplots(rows, columns, squeeze=rows == 1)
         yield axes
-        path.parent.mkdir(parents=True, exist_ok=True)
         fig.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def traffic_and_roofline(bounds: Sequence[Bound], measured: Sequence[Measured], path: Path, theme: Theme) -> None:
-    """Left: bytes of each schedule, by tensor. Right: the roofline and where each schedule stands under it."""
+    """Left: bytes of each schedule, by tensor. Right: the roofline and where each schedule stands under it.
+
+    Raises:
+        ValueError: if no schedule moves anything, or as `figure` does.
+    """
+    if not any(b.traffic.total for b in bounds):
+        raise ValueError(f"problem is {label(bounds[0].problem)}; a plot needs one whose schedules move something")
     with figure(path, theme, width=12, height=4.8, columns=2) as (left, right):
         _bars(left, bounds)
         _roofline(right, bounds, measured)
@@ -128,14 +134,14 @@ def _roofline(axes: Any, bounds: Sequence[Bound], measured: Sequence[Measured]) 
     axes.axvline(ridge, linestyle=":", color=ink, linewidth=1)
     axes.text(ridge, low * machine.bandwidth / 1e12, f" ridge {ridge:.0f}", fontsize=9)
     for b in (b for b in bounds if b.traffic.total):
-        label = f"{b.schedule}: {b.attainable / 1e12:.3g} TFLOP/s at {b.traffic.intensity:.3g}"
+        words = f"{b.schedule}: {b.attainable / 1e12:.3g} TFLOP/s at {b.traffic.intensity:.3g}"
         style = {
             "color": _shade(axes, COLOURS[b.schedule]),
             "marker": MARKERS[b.schedule],
             "markersize": 9,
             "linestyle": "none",
         }
-        axes.plot(b.traffic.intensity, b.attainable / 1e12, label=label, **style)
+        axes.plot(b.traffic.intensity, b.attainable / 1e12, label=words, **style)
     for i, name in enumerate(dict.fromkeys(m.implementation for m in measured)):
         points = [m for m in measured if m.implementation == name]
         xs, ys = [m.intensity for m in points], [m.flops_per_s / 1e12 for m in points]
@@ -154,7 +160,9 @@ def _roofline(axes: Any, bounds: Sequence[Bound], measured: Sequence[Measured]) 
 
 def sweep_plot(axis: Axis, series: Mapping[str, Sequence[Point]], path: Path, theme: Theme) -> None:
     """Bytes of each schedule against the varied quantity, log-log, with the compulsory floor."""
-    anything = next(points for points in series.values() if points)
+    anything = next((points for points in series.values() if any(p.bound.traffic.total for p in points)), None)
+    if anything is None:
+        raise ValueError(f"no schedule moves anything at any value of {axis}; a plot needs one that does")
     problem, direction = anything[0].bound.problem, anything[0].bound.direction
     with figure(path, theme) as axes:
         for name, points in series.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,19 +21,24 @@ _FLOPS = {"TFLOP/s": 1e12, "GFLOP/s": 1e9}
 
 @dataclass(frozen=True)
 class Measured:
-    """One row of a result file: what ran, on what, and its FLOP/s over the useful FLOPs."""
+    """One row of a result file: what ran, on what, its FLOP/s over the useful FLOPs, and its bytes at DRAM if known."""
 
     problem: Problem
     direction: str
     implementation: str
     machine: str
     flops_per_s: float
+    dram_bytes: int | None = None
 
     @property
     def intensity(self) -> float:
-        """Useful FLOPs per compulsory byte: where the point stands if caches catch every re-read."""
+        """Useful FLOPs per byte at DRAM where counters were read, else per compulsory byte.
+
+        The second is where the point stands if caches catch every re-read.
+        """
         direction: Direction = "backward" if self.direction == "backward" else "forward"
-        return useful_flops(self.problem, direction) / compulsory(self.problem, direction)
+        moved = self.dram_bytes or compulsory(self.problem, direction)
+        return useful_flops(self.problem, direction) / moved
 
     def ran_on(self, machine: Machine) -> bool:
         """Whether the row's machine is this one: it holds its name as a word, or is part of its title."""
@@ -61,11 +66,21 @@ def _points(path: Path) -> Iterator[Measured]:
             if any(row[column] is None for column in COLUMNS):
                 raise ValueError(f"{path}:{rows.line_num} is cut short; it must have every column of its first line")
             problem = from_line(row["case"])
-            if problem is None or not row["rate"] or not compulsory(problem):
-                continue
+            if problem is None or not row["rate"] or not compulsory(problem) or row.get("caches") == "kept":
+                continue  # with caches kept from call to call, bytes at DRAM say nothing of the call
             flops_per_s = _flops_per_s(problem, row["unit"], _rate(row["rate"], f"{path}:{rows.line_num}"))
             if flops_per_s is not None:
-                yield Measured(problem, row["direction"], row["implementation"], row["machine"], flops_per_s)
+                words = (row["direction"], row["implementation"], row["machine"])
+                yield Measured(problem, *words, flops_per_s, _dram_bytes(row, f"{path}:{rows.line_num}"))
+
+
+def _dram_bytes(row: Mapping[str, str], where: str) -> int | None:
+    if "dram_read" not in row:
+        return None
+    try:
+        return int(row["dram_read"]) + int(row["dram_written"])
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{where}: dram_read and dram_written must be integers") from None
 
 
 def _rate(text: str, where: str) -> float:

@@ -10,6 +10,7 @@ and moves g draft steps and one target step. A target step reads its weights and
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -19,6 +20,11 @@ class Model:
 
     weight_bytes: float
     cache_bytes_per_token: float
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} is {value:g}; it must be finite and not negative")
 
     def step_bytes(self, batch: int, context: int) -> float:
         """Bytes of one step for `batch` sequences of `context` tokens."""
@@ -59,6 +65,8 @@ def speculate(
     for name, value, least in (("drafted", drafted, 0), ("batch", batch, 1), ("context", context, 0)):
         if value < least:
             raise ValueError(f"{name} is {value}; it must be at least {least}")
+    if not target.step_bytes(batch, context) > 0:
+        raise ValueError("the target's step reads nothing; it must have weights, or a cache and a context")
     tokens = drafted + 1.0 if acceptance == 1 else (1 - acceptance ** (drafted + 1)) / (1 - acceptance)
     plain = target.step_bytes(batch, context) / batch
     moved = plain + drafted * draft.step_bytes(batch, context) / batch

@@ -31,7 +31,8 @@ def sweep(
     """The bound at each value of `axis`, powers of two around the problem's own.
 
     `block` sets both sides of the tile; `seqlen` sets Nq and scales Nk; `heads` keeps Hk where the group stays whole;
-    `sram` takes the best blocks that fit each size and skips sizes where none fits.
+    `sram` takes the best blocks that fit each size and skips sizes where none fits. `problem.band` is taken as it is: a
+    side that hides nothing at the problem's own lengths may hide something at longer ones.
 
     Raises:
         ValueError: if the axis does not exist.
@@ -50,9 +51,14 @@ def sweep(
 
 def _lengths(problem: Problem) -> list[tuple[int, Problem]]:
     if problem.len_q == 1:  # decoding: the keys grow, the query stays
-        return [(2**i, dataclasses.replace(problem, len_k=2**i)) for i in range(9, 18)]
+        return [(2**i, _resized(problem, 1, 2**i)) for i in range(9, 18)]
     ratio = problem.len_k / max(problem.len_q, 1)
-    return [(2**i, dataclasses.replace(problem, len_q=2**i, len_k=max(1, round(2**i * ratio)))) for i in range(9, 18)]
+    return [(2**i, _resized(problem, 2**i, max(1, round(2**i * ratio)))) for i in range(9, 18)]
+
+
+def _resized(problem: Problem, len_q: int, len_k: int) -> Problem:
+    """The problem at other lengths, without sides of its band that hide nothing there."""
+    return dataclasses.replace(problem, len_q=len_q, len_k=len_k, band=problem.band.within(len_q + len_k))
 
 
 def _heads(problem: Problem) -> list[tuple[int, Problem]]:

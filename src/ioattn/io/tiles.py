@@ -85,13 +85,17 @@ class Grid:
         """The query tiles that visit a key tile."""
         return slices(*self.rows_for(cols.start, cols.stop), self.blocks.q)
 
+    def _sees_keys(self, rows: slice) -> bool:
+        start, stop = self.keys_for(rows.start, rows.stop)
+        return start < stop
+
     def is_first(self, rows: slice, cols: slice) -> bool:
         """Whether no earlier key tile is visited by these rows."""
         return self.keys_for(rows.start, rows.stop)[0] == cols.start
 
     def blind_query_tiles(self) -> Iterator[slice]:
         """The query tiles that visit no key tile."""
-        return (rows for rows in self.query_tiles() if not _length(self.keys_for(rows.start, rows.stop)))
+        return (rows for rows in self.query_tiles() if not self._sees_keys(rows))
 
     def keys_for(self, start: int, stop: int) -> tuple[int, int]:
         """The keys of the visited tiles of rows `[start, stop)`, as one range."""
@@ -143,13 +147,43 @@ def _visits(grid: Grid) -> Visits:
     if not grid.band.bounded:
         query_tiles, key_tiles = -(-n_rows // grid.blocks.q), -(-n_keys // grid.blocks.k)
         return Visits(query_tiles * n_keys, key_tiles * n_rows, n_rows * n_keys, n_rows if n_keys else 0)
-    key_rows = pairs = live = 0
-    for rows in grid.query_tiles():
-        keys = _length(grid.keys_for(rows.start, rows.stop))
-        height = rows.stop - rows.start
-        key_rows, pairs, live = key_rows + keys, pairs + height * keys, live + (height if keys else 0)
-    query_rows = sum(_length(grid.rows_for(cols.start, cols.stop)) for cols in grid.key_tiles())
+    key_rows = pairs = live = query_rows = 0
+    for start, stop in _tiles_at_once(n_rows, grid.blocks.q):
+        reached = _reached(grid.band, start // grid.group, (stop - 1) // grid.group, n_keys)
+        widths, heights = _aligned_widths(reached, grid.blocks.k, n_keys), stop - start
+        key_rows, pairs = key_rows + int(widths.sum()), pairs + int((heights * widths).sum())
+        live += int(heights[widths > 0].sum())
+    across = Band(_negative(grid.band.hi), _negative(grid.band.lo), -grid.band.shift)
+    for start, stop in _tiles_at_once(n_keys, grid.blocks.k):
+        first, last = _reached(across, start, stop - 1, grid.len_q)
+        reached = first * grid.group, last * grid.group
+        query_rows += int(_aligned_widths(reached, grid.blocks.q, n_rows).sum())
     return Visits(key_rows, query_rows, pairs, live)
+
+
+def _tiles_at_once(n: int, block: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Where the tiles of `[0, n)` start and stop, 2^18 at a time: a loop over those of a long band takes seconds."""
+    for piece in slices(0, n, block * 2**18):
+        start = torch.arange(piece.start, piece.stop, block)
+        yield start, (start + block).clamp(max=n)
+
+
+def _reached(band: Band, first: Tensor, last: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """`Band.key_range` of the inclusive ranges `[first, last]`, all at once; empty where the start passes the end."""
+    empty = band.lo is not None and band.hi is not None and band.lo > band.hi
+    start = torch.zeros_like(first) if band.lo is None else (first + (band.shift + band.lo)).clamp(0, n)
+    end = torch.full_like(last, n) if band.hi is None else (last + (band.shift + band.hi + 1)).clamp(0, n)
+    return start, torch.zeros_like(end) if empty else end
+
+
+def _aligned_widths(reached: tuple[Tensor, Tensor], block: int, n: int) -> Tensor:
+    start, end = reached
+    widths = ((end + (block - 1)) // block * block).clamp(max=n) - start // block * block
+    return torch.where(start < end, widths, 0)
+
+
+def _negative(bound: int | None) -> int | None:
+    return None if bound is None else -bound
 
 
 def _aligned(keys: tuple[int, int], block: int, n: int) -> tuple[int, int]:
@@ -157,7 +191,3 @@ def _aligned(keys: tuple[int, int], block: int, n: int) -> tuple[int, int]:
     if start >= stop:
         return 0, 0
     return start // block * block, min(-(-stop // block) * block, n)
-
-
-def _length(span: tuple[int, int]) -> int:
-    return span[1] - span[0]

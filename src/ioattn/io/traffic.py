@@ -36,7 +36,7 @@ def predict(problem: Problem, schedule: str, direction: Direction = "forward", b
 
     Args:
         problem: dense and without score terms; any band, heads, sizes and dtype.
-        schedule: "naive", "fused-softmax", "fa1", "fa2", "split-kv" or "as-printed".
+        schedule: "naive", "fused-softmax", "fa1", "fa2", "two-pass", "split-kv" or "as-printed".
         direction: "forward" or "backward", the backward without its forward.
         blocks: tile sizes, 64x64 unless given.
 
@@ -44,7 +44,7 @@ def predict(problem: Problem, schedule: str, direction: Direction = "forward", b
         bytes per step and tensor, FLOPs of the matrix products, bytes needed on the chip, extra slow memory.
 
     Raises:
-        ValueError: if the schedule does not exist or has no backward, or if the problem is not covered.
+        ValueError: if the schedule does not exist or has no such direction, or if the problem is not covered.
 
     Example:
         >>> from ioattn.cases import problem_of
@@ -58,7 +58,7 @@ def predict(problem: Problem, schedule: str, direction: Direction = "forward", b
     if direction not in ("forward", "backward"):
         raise ValueError(f"direction is {direction!r}; it must be 'forward' or 'backward'")
     if direction not in formulas:
-        raise ValueError(f"schedule {schedule} has no backward of its own; {NO_BACKWARD[schedule]}")
+        raise ValueError(f"schedule {schedule} has no {direction} of its own; {NOT_ITS_OWN[schedule]}")
     check_covered(problem)
     return formulas[direction](_Sizes(problem, blocks or Blocks()))
 
@@ -283,6 +283,37 @@ def _fa2_backward(s: _Sizes) -> Traffic:
     return _traffic(moves, flops, steps, extra=2 * s.rows + dq_sum)
 
 
+def _two_pass_backward(s: _Sizes) -> Traffic:
+    p, bq, v = s.problem, s.tile[0], s.visits
+    visited_rows, visited_keys = s.heads * v.query_rows, s.heads * v.key_rows
+    moves = [
+        ("delta = rowsum(dO * O)", "dO", s.queries(p.dim_v), 0),
+        ("delta = rowsum(dO * O)", "O", s.queries(p.dim_v), 0),
+        ("delta = rowsum(dO * O)", "delta", 0, s.rows),
+        ("dK, dV", "K", s.keys(p.dim), 0),
+        ("dK, dV", "V", s.keys(p.dim_v), 0),
+        ("dK, dV", "Q", visited_rows * p.dim * s.e, 0),
+        ("dK, dV", "dO", visited_rows * p.dim_v * s.e, 0),
+        ("dK, dV", "LSE", visited_rows * s.c, 0),
+        ("dK, dV", "delta", visited_rows * s.c, 0),
+        ("dK, dV", "dK", 0, s.keys(p.dim)),
+        ("dK, dV", "dV", 0, s.keys(p.dim_v)),
+        ("dQ", "Q", s.queries(p.dim), 0),
+        ("dQ", "dO", s.queries(p.dim_v), 0),
+        ("dQ", "LSE", s.rows, 0),
+        ("dQ", "delta", s.rows, 0),
+        ("dQ", "K", visited_keys * p.dim * s.e, 0),
+        ("dQ", "V", visited_keys * p.dim_v * s.e, 0),
+        ("dQ", "dQ", 0, s.queries(p.dim)),
+    ]
+    tiles = _backward_tiles(s) | {"lse, delta": 2 * bq * s.c}
+    delta_pass = {"dout_tile": bq * p.dim_v * s.e, "out_tile": bq * p.dim_v * s.e}
+    key_pass = {name: n for name, n in tiles.items() if name != "dq"}
+    query_pass = {name: n for name, n in tiles.items() if name != "dk, dv"}
+    flops = 2 * s.heads * v.pairs * (4 * p.dim + 3 * p.dim_v)
+    return _traffic(moves, flops, [key_pass, query_pass, delta_pass], extra=2 * s.rows)
+
+
 def _split_kv_forward(s: _Sizes) -> Traffic:
     p = s.problem
     grid = Grid.of(p, s.blocks, packed_group=True)
@@ -339,12 +370,14 @@ FORMULAS: Mapping[str, Mapping[str, Callable[[_Sizes], Traffic]]] = {
     "fused-softmax": {"forward": lambda s: _naive_forward(s, 1), "backward": lambda s: _naive_backward(s, 1)},
     "fa1": {"forward": _fa1_forward, "backward": _fa1_backward},
     "fa2": {"forward": _fa2_forward, "backward": _fa2_backward},
+    "two-pass": {"backward": _two_pass_backward},
     "split-kv": {"forward": _split_kv_forward},
     "as-printed": {"forward": _fa2_forward},
 }
 """By schedule and direction."""
 
-NO_BACKWARD = {
+NOT_ITS_OWN = {
+    "two-pass": "it is a backward, whose forward is fa2's",
     "split-kv": "fa2's has keys in its outer loop, so it splits them already",
     "as-printed": "it is there to show that its forward is wrong",
 }

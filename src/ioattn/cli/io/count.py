@@ -14,7 +14,6 @@ from ioattn.cases import inputs_of, label
 from ioattn.cli.io import options as o
 from ioattn.io import schedules, traffic
 from ioattn.io.ledger import Traffic
-from ioattn.io.machine import memory_size
 from ioattn.io.reference import Check, check, check_checkable
 from ioattn.io.tensors import read_tensor
 from ioattn.io.text import size, table
@@ -172,12 +171,7 @@ def _check_room(problem: Problem, predictions: list[Traffic]) -> None:
     inputs = p.batch * (p.heads * p.len_q + p.kv_heads * p.len_k) * (p.dim + p.dim_v) * p.dtype.itemsize
     # The checks compute one head's scores at a time, with a few float64 matrices of them, and every tensor in float64.
     needed = 8 * inputs + max(t.extra for t in predictions) + 4 * 8 * p.batch * p.len_q * p.len_k
-    memory = memory_size()
-    if memory and needed > memory:
-        raise MemoryError(
-            f"running and checking {label(p)} takes about {size(needed)}, this machine has {size(memory)}; "
-            "use smaller sizes, or `predict`, which needs none"
-        )
+    o.check_room(label(p), needed)
 
 
 def _given(files: Mapping[str, str | None], direction: traffic.Direction) -> dict[str, Tensor]:

@@ -11,7 +11,6 @@ import typer
 from ioattn.cli.io import options as o
 from ioattn.io.flashconv import Convolution, count_fused, count_unfused, fused
 from ioattn.io.flashconv import unfused as unfused_bytes
-from ioattn.io.machine import machine_of
 from ioattn.io.paged import Cache, churn, lengths_of, paging
 from ioattn.io.speculative import Model, Round, best_draft, speculate
 from ioattn.io.text import duration, size, table
@@ -37,10 +36,13 @@ def paged(
         for name, value in (("sequences", sequences), ("mean", mean), ("longest", longest)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
+        if mean > longest:
+            raise ValueError(f"mean is {mean}; it must be at most the longest length, {longest}")
         cache = Cache(layers, kv_heads, dim, itemsize)
         lengths = lengths_of(sequences, mean, longest, seed)
         found = [paging(lengths, page, cache, longest) for page in PAGES]
-        holes = churn(lengths_of(20 * sequences, mean, longest, seed), max(longest, sum(lengths)), seed)
+        with o.busy(f"{20 * sequences} sequences come and go"):
+            holes = churn(lengths_of(20 * sequences, mean, longest, seed), max(longest, sum(lengths)), seed)
         if plot is not None:
             from ioattn.io.plot import Line, lines
 
@@ -89,7 +91,7 @@ def speculative(
     """Slow-memory bytes per accepted token against draft length and acceptance; the default is a 70B model in FP16."""
     with o.user_errors():
         target, draft = Model(weights * 1e9, cache * 1024), Model(draft_weights * 1e9, draft_cache * 1024)
-        rates, on = acceptance or [0.5, 0.7, 0.8, 0.9], machine_of(machine)
+        rates, on = acceptance or [0.5, 0.7, 0.8, 0.9], o.machine(machine)
         drafted = (0, 1, 2, 3, 4, 6, 8, 12, 16)
         series = {a: [speculate(target, draft, g, a, batch, context) for g in drafted] for a in rates}
         best = {a: best_draft(target, draft, a, batch, context) for a in rates}
@@ -134,11 +136,16 @@ def flashconv(
 ) -> None:
     """Bytes of a long convolution by FFT, step by step and fused on the chip, FP16 in and out."""
     with o.user_errors():
-        it, on = Convolution(batch, channels, length), machine_of(machine)
+        it, on = Convolution(batch, channels, length), o.machine(machine)
         plain, one = unfused_bytes(it), fused(it)
         if plot is not None:
             _plot_convolution(batch, channels, plot, theme)
-        checked = _count_convolution(it) if verify else None
+        checked = None
+        if verify:
+            # Both forms, the exact result and their spectra: about forty numbers of 8 bytes for each of 8 sequences.
+            o.check_room(f"a convolution of length {length}", 8 * 40 * 8 * length)
+            with o.busy("running both forms"):
+                checked = _count_convolution(it)
     if as_json:
         listed = {"unfused": plain.total, "fused": one.total, "compulsory": it.compulsory, "on_chip": one.on_chip}
         typer.echo(o.as_text({**listed, "ratio": plain.total / one.total, "checked": checked}))

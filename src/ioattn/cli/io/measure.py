@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ioattn.cases import label
 from ioattn.cli.io import options as o
+from ioattn.io import levels
 from ioattn.io import measure as counters
 from ioattn.io.tiles import Blocks
-from ioattn.io.traffic import Direction, predict
+from ioattn.io.traffic import Direction, check_covered, compulsory
+from ioattn.masks import Band
+from ioattn.problem import DTYPES, Problem
 
 
 def measure(
@@ -33,26 +36,43 @@ def measure(
     direction: Direction = "backward" if backward else "forward"
     with o.user_errors():
         problem = o.chosen_problem(case, shape, dtype, causal=causal)
-        if problem.group != 1 or problem.len_q != problem.len_k:
-            raise ValueError(f"problem is {problem}; it must have as many keys as queries and one head count")
-        names = implementation or list(counters.PREDICTED_BY)
-        for name in names:
-            if name not in counters.PREDICTED_BY:
-                raise ValueError(f"implementation is {name!r}; it must be one of {', '.join(counters.PREDICTED_BY)}")
-    sizes, is_causal = (problem.batch, problem.heads, problem.len_q, problem.dim), problem.band.bounded
-    dtype_name = str(problem).split()[3]
-    try:
-        calls = {name: counters.Call(name, sizes, dtype_name, is_causal, backward) for name in names}
-        found = {name: counters.measure(call, warm) for name, call in calls.items()}
-    except counters.MeasureError as error:
-        typer.echo(f"cannot measure: {error}", err=True)
-        raise typer.Exit(1) from None
+        names, blocks = o.each("implementation", implementation, counters.IMPLEMENTATIONS), Blocks(block_q, block_k)
+        _check_measurable(problem)
+        sizes = (problem.batch, problem.heads, problem.len_q, problem.dim)
+        calls = {n: counters.Call(n, sizes, DTYPES[problem.dtype], problem.band.bounded, backward) for n in names}
+        try:
+            found = {}
+            for name, call in calls.items():
+                with o.busy(f"{name} under ncu"):
+                    found[name] = counters.measure(call, warm)
+        except counters.MeasureError as error:
+            typer.echo(f"cannot measure: {error}", err=True)
+            raise typer.Exit(1) from None
+        compared = levels.compare(problem, direction, found, blocks)
     if as_json:
-        listed = {name: {**dataclasses.asdict(c), "dram": c.dram, "l2": c.l2} for name, c in found.items()}
-        predictions = {
-            name: predict(problem, counters.PREDICTED_BY[name], direction, Blocks(block_q, block_k)) for name in names
-        }
-        predicted = {name: {"read": t.read, "written": t.written} for name, t in predictions.items()}
-        typer.echo(o.as_text({"problem": label(problem), "measured": listed, "predicted": predicted}))
+        listed = {it.implementation: _as_dict(it, compulsory(problem, direction)) for it in compared}
+        typer.echo(o.as_text({"problem": label(problem), "direction": direction, "warm": warm, "measured": listed}))
         return
-    typer.echo(counters.text(problem, direction, found, Blocks(block_q, block_k)))
+    typer.echo(levels.text(problem, direction, compared, blocks))
+
+
+def _check_measurable(problem: Problem) -> None:
+    check_covered(problem)
+    if problem.group != 1 or problem.len_q != problem.len_k or problem.dim != problem.dim_v:
+        raise ValueError(
+            f"problem is {label(problem)}; it must have as many keys as queries, one head count and one head dim"
+        )
+    if problem.band.bounded and problem.band != Band(hi=0):
+        raise ValueError(f"problem is {label(problem)}; its band must be full or causal, which all three can compute")
+    if not min(problem.batch, problem.len_q):
+        raise ValueError(f"problem is {label(problem)}; it must have a batch and rows, or no kernel would run")
+
+
+def _as_dict(it: levels.Comparison, least: int) -> dict[str, Any]:
+    predicted, crossing = it.predicted, levels.at_l2(it.predicted)
+    return {
+        "counters": dataclasses.asdict(it.counters),
+        "schedule": it.schedule,
+        "predicted": {"read": predicted.read, "written": predicted.written, "at_l2": crossing._asdict()},
+        "explained": levels.explain(it, least),
+    }

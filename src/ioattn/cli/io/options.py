@@ -13,6 +13,8 @@ import typer
 from ioattn.cases import CASES, DTYPE_NAMES, problem_of
 from ioattn.cases import Case as NamedCase
 from ioattn.cli import words
+from ioattn.io.machine import Machine, machine_of, memory_size
+from ioattn.io.text import size
 from ioattn.masks import Band
 from ioattn.problem import Problem
 
@@ -67,6 +69,33 @@ def chosen_problem(case: str | None, shape: tuple[int, ...] | None, dtype: str |
     if given:
         raise ValueError(f"{', '.join(given)} given without --shape; a named case has its own")
     return named_case(case).problem(dtype)
+
+
+def machine(name: str) -> Machine:
+    """The machine of that name; where it has to be measured, with a sign of life on a terminal."""
+    if name != "this":
+        return machine_of(name)
+    with busy("measuring this machine"):
+        return machine_of(name)
+
+
+def check_room(what: str, needed: int) -> None:
+    """Raise MemoryError, rather than let this machine run out, if running `what` needs more bytes than it has."""
+    memory = memory_size()
+    if memory and needed > memory:
+        raise MemoryError(
+            f"running and checking {what} takes about {size(needed)}, this machine has {size(memory)}; "
+            "use smaller sizes, or leave the running: predictions need no memory"
+        )
+
+
+@contextmanager
+def busy(title: str) -> Iterator[None]:
+    """A moving line on standard error, where that is a terminal, while something takes seconds."""
+    from rich.console import Console
+
+    with Console(stderr=True).status(title):
+        yield
 
 
 def named_case(case: str | None) -> NamedCase:

@@ -11,7 +11,7 @@ import typer
 
 from ioattn.cases import label
 from ioattn.cli.io import options as o
-from ioattn.io.machine import Machine, machine_of
+from ioattn.io.machine import Machine
 from ioattn.io.results import Measured, measured_points
 from ioattn.io.roofline import Bound, best_blocks, bound
 from ioattn.io.sweep import AXES, Axis, Point, sweep
@@ -56,7 +56,7 @@ def predict(
         )
         direction: Direction = "backward" if backward else "forward"
         names = _schedules(schedule, direction)
-        on, blocks = machine_of(machine), Blocks(block_q, block_k, splits)
+        on, blocks = o.machine(machine), Blocks(block_q, block_k, splits)
         if sweep_axis is not None:
             for option, value in (("best-blocks", best), ("measured-us", measured_us), ("results", results)):
                 o.alone(option, value, "with --sweep")

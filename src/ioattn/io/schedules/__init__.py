@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ioattn.io.ledger import Traffic
 from ioattn.io.memory import Memory, Slow
-from ioattn.io.schedules import fa1, fa2, naive, printed, split_kv
+from ioattn.io.schedules import fa1, fa2, naive, printed, split_kv, two_pass
 from ioattn.io.schedules.task import Task
 from ioattn.io.tiles import Blocks
 from ioattn.io.traffic import Direction, predict
@@ -22,7 +22,10 @@ Algorithm = Callable[[Task, Memory], dict[str, Slow]]
 
 @dataclass(frozen=True)
 class Schedule:
-    """A forward, its backward where it has one, and what that backward needs from the forward."""
+    """A forward, its backward where it has one, and what that backward needs from the forward.
+
+    Which of both a schedule is predicted for is said by `ioattn.io.traffic.FORMULAS`.
+    """
 
     forward: Algorithm
     backward: Algorithm | None = None
@@ -34,6 +37,7 @@ SCHEDULES: Mapping[str, Schedule] = {
     "fused-softmax": Schedule(naive.forward_fused, naive.backward_fused, ("P",)),
     "fa1": Schedule(fa1.forward, fa1.backward, ("m", "l")),
     "fa2": Schedule(fa2.forward, fa2.backward, ("LSE",)),
+    "two-pass": Schedule(fa2.forward, two_pass.backward, ("LSE",)),
     "split-kv": Schedule(split_kv.forward),
     "as-printed": Schedule(printed.forward),
 }
@@ -72,7 +76,7 @@ def count(
         the results and the count. A backward runs its forward first and counts itself only.
 
     Raises:
-        ValueError: if the schedule does not exist, has no backward or does not cover the problem.
+        ValueError: if the schedule does not exist, has no such direction or does not cover the problem.
         CapacityError: if a tile does not fit.
 
     Example:
@@ -98,12 +102,12 @@ def count(
 
 
 def _results(memory: Memory, algorithm: Algorithm, task: Task) -> dict[str, Tensor]:
-    with _one_thread():
+    with on_one_thread():
         return {name: memory.values(slow) for name, slow in algorithm(task, memory).items()}
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def on_one_thread() -> Iterator[None]:
     """Tiles are too small to share among threads: waking them costs more than they save."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)

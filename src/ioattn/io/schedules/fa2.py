@@ -43,7 +43,7 @@ def backward(task: Task, memory: Memory) -> dict[str, Slow]:
     """delta once per row, then key tiles outside; dQ is added to in fp32 and rounded at the end."""
     problem, grid = task.problem, task.grid
     q, k, v, dout, lse = task.place(memory, "Q", "K", "V", "dO", "LSE")
-    delta = _delta(task, memory, dout)
+    delta = delta_of_rows(task, memory, dout)
     dq_acc = _zeroed_accumulator(task, memory)
     dk, dv = task.new_like_k(memory, "dK", problem.dim), task.new_like_k(memory, "dV", problem.dim_v)
     with memory.step("backward"):
@@ -71,7 +71,8 @@ def backward(task: Task, memory: Memory) -> dict[str, Slow]:
     return {"dQ": _rounded(task, memory, dq_acc), "dK": dk, "dV": dv}
 
 
-def _delta(task: Task, memory: Memory, dout: Slow) -> Slow:
+def delta_of_rows(task: Task, memory: Memory, dout: Slow) -> Slow:
+    """delta = rowsum(dO * O), a pass of its own before the main loop."""
     (out,) = task.place(memory, "O")
     delta = task.new_rows(memory, "delta")
     with memory.step("delta = rowsum(dO * O)"):
