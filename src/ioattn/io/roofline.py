@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from ioattn.io.ledger import Traffic
 from ioattn.io.machine import Machine
 from ioattn.io.tiles import Blocks
 from ioattn.io.traffic import Direction, compulsory, predict, useful_flops
+from ioattn.masks import EVERYTHING
 from ioattn.problem import Problem
 
 
@@ -137,12 +139,15 @@ def best_blocks(problem: Problem, schedule: str, direction: Direction, sram: int
 
     Of two that move as much, the one with more scores per tile.
     """
+    full = dataclasses.replace(problem, band=EVERYTHING)
     sizes = sorted({*range(16, 257, 16), *(2**i for i in range(9, 18))})
     best = None
     for q in (s for s in sizes if s < 2 * max(problem.len_q, 16)):
         for k in (s for s in sizes if s < 2 * max(problem.len_k, 16)):
-            traffic = predict(problem, schedule, direction, Blocks(q, k))
-            key = (traffic.total, -q * k)
-            if traffic.on_chip <= sram and (best is None or key < best[0]):
+            # The chip's share does not depend on the band, and a long band takes milliseconds to add up.
+            if predict(full, schedule, direction, Blocks(q, k)).on_chip > sram:
+                continue
+            key = (predict(problem, schedule, direction, Blocks(q, k)).total, -q * k)
+            if best is None or key < best[0]:
                 best = (key, Blocks(q, k))
     return best and best[1]

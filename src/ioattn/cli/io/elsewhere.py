@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -90,6 +91,10 @@ def speculative(
 ) -> None:
     """Slow-memory bytes per accepted token against draft length and acceptance; the default is a 70B model in FP16."""
     with o.user_errors():
+        sizes = {"weights": weights, "draft-weights": draft_weights, "cache": cache, "draft-cache": draft_cache}
+        for name, value in sizes.items():
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} is {value:g}; it must be finite and not negative")
         target, draft = Model(weights * 1e9, cache * 1024), Model(draft_weights * 1e9, draft_cache * 1024)
         rates, on = acceptance or [0.5, 0.7, 0.8, 0.9], o.machine(machine)
         drafted = (0, 1, 2, 3, 4, 6, 8, 12, 16)
