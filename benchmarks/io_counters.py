@@ -21,12 +21,13 @@ from typing import Any
 
 import torch
 
-from ioattn.bench.run import Row, source_commit, version_of
+from ioattn.bench.run import machine_name, row
+from ioattn.bench.timer import Timing
 from ioattn.cases import CASES, problem_of
 from ioattn.io import levels
 from ioattn.io.measure import IMPLEMENTATIONS, Call, Counters, MeasureError, measure, unusable
 from ioattn.io.tiles import Blocks
-from ioattn.io.traffic import Direction, useful_flops
+from ioattn.io.traffic import Direction
 from ioattn.problem import DTYPES, Problem
 
 PROBLEMS = (CASES["chapter"].problem(), problem_of((1, 16, 8192, 128), "bf16"), CASES["train-8k"].problem())
@@ -37,10 +38,9 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 def main(folder: Path, quick: bool) -> int:
     """Measure every case; one that fails is written as its error, and the exit code is then 1."""
     folder.mkdir(parents=True, exist_ok=True)
-    machine, today = torch.cuda.get_device_name(), datetime.date.today().isoformat()
-    stem = f"{machine.lower().removeprefix('nvidia ').replace(' ', '-')}-io-{today}"
+    stem = f"{machine_name('cuda')}-io-{datetime.date.today().isoformat()}"
     rows: list[dict[str, Any]] = []
-    pages, failed = [machine], False
+    pages, failed = [torch.cuda.get_device_name()], False
     for problem, direction, warm in _asked(quick):
         found: dict[str, Counters] = {}
         for name in IMPLEMENTATIONS:
@@ -75,23 +75,9 @@ def _call(problem: Problem, direction: Direction, name: str) -> Call:
 
 
 def _row(problem: Problem, direction: Direction, name: str, c: Counters, warm: bool) -> dict[str, Any]:
-    row = Row(
-        date=datetime.date.today().isoformat(),
-        commit=source_commit(),
-        machine=torch.cuda.get_device_name(),
-        torch=torch.__version__,
-        triton=version_of("triton"),
-        case=str(dataclasses.replace(problem, device=torch.device("cuda"))),
-        direction=direction,
-        implementation=name,
-        median_us=c.nanoseconds / 1e3,
-        spread=0.0,
-        rate=round(useful_flops(problem, direction) / c.nanoseconds / 1e3, 2),
-        unit="TFLOP/s",
-        error=0.0,
-    )
+    measured = row(problem, direction, name, Timing(c.nanoseconds / 1e3, 0.0), 0.0, "cuda")
     # One run without a reference beside it: neither a spread nor an error is known.
-    known = dataclasses.asdict(row) | {"spread": "", "error": ""}
+    known = dataclasses.asdict(measured) | {"spread": "", "error": ""}
     counters = dataclasses.asdict(c) | {"kernels": "; ".join(kernel[:60] for kernel in c.kernels)}
     return known | {"caches": "kept" if warm else "flushed"} | counters
 

@@ -2,41 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from ioattn.cases import CASES, from_line, problem_of
-from ioattn.cli.io import app
 from ioattn.io import flashconv, machine
 from ioattn.io.chapter import Claim
 from ioattn.io.chapter import claims as computed_claims
 from ioattn.io.loops import LOOPS, backward_sums, line_bytes
 from ioattn.io.machine import KNOWN, machine_of
 from ioattn.io.paged import Cache, churn, lengths_of, paging
+from ioattn.io.results import measured_points
 from ioattn.io.roofline import best_blocks, bound
 from ioattn.io.speculative import Model, best_draft, speculate
 from ioattn.io.sweep import AXES, sweep
-from ioattn.io.tensors import read_tensor
 from ioattn.io.tiles import Blocks
 from ioattn.io.traffic import predict
 
 H100 = KNOWN["h100"]
-
-
-def run(*arguments: str, code: int = 0) -> str:
-    result = CliRunner().invoke(app, list(arguments))
-    assert result.exit_code == code, result.output + repr(result.exception)
-    return result.output
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +111,21 @@ def test_machine_files(tmp_path):
     )
     with pytest.raises(ValueError, match="watts is unknown"):
         machine_of(str(path))
-    path.write_text("bandwidth_tb = ")
+    sizes = "bandwidth_tb = 2\nsram_kib = 100\nl2_mib = 8\nmemory_gb = 24\nsms = {}\n{}"
+    for entries, message in (
+        ("bandwidth_tb = ", "cannot be read"),
+        ("bandwidth_tb = nan", "bandwidth_tb is nan; it must be a positive number"),
+        ("bandwidth_tb = true", "bandwidth_tb is True"),
+        (sizes.format("0.5", ""), "sms is 0.5; it must be an integer"),
+        (sizes.format("4", ""), "tflops is None"),
+        (sizes.format("4", "tflops = [1]"), r"tflops is \[1\]"),
+        (sizes.format("4", "[tflops]\nfp16 = 'a'"), "tflops is {'fp16': 'a'}"),
+        (sizes.format("4", "[tflops]\nfp8 = 1"), "it must map some of fp16"),
+    ):
+        path.write_text(entries)
+        with pytest.raises(ValueError, match=message):
+            machine_of(str(path))
+    path.write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match="cannot be read"):
         machine_of(str(path))
     with pytest.raises(ValueError, match="machine is 'h300'; it must be one of v100, a100"):
@@ -170,6 +172,24 @@ def test_sweeps(axis, case):
     assert len(points) >= 5
     if axis == "sram":
         assert [p.bound.traffic.total for p in points] == sorted((p.bound.traffic.total for p in points), reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (
+            "d,c,m,t,t,B1 H1 N8 D4 fp16 cuda,forward,x,1,1,abc,TFLOP/s,1",
+            ":2: rate is 'abc'; it must be a positive number",
+        ),
+        ("d,c,m,t,t,B1 H1 N8 D4 fp16 cuda,forward,x,1,1,nan,TFLOP/s,1", "rate is 'nan'"),
+        ("d,c,m", ":2 is cut short"),
+    ],
+)
+def test_result_rows_that_cannot_be_read_are_named(tmp_path, row, message):
+    columns = "date,commit,machine,torch,triton,case,direction,implementation,median_us,spread,rate,unit,error\n"
+    (tmp_path / "x.csv").write_text(columns + row + "\n")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        measured_points(tmp_path)
 
 
 def test_one_line_forms_come_back():
@@ -260,138 +280,6 @@ def test_convolutions_are_counted_and_true(run_it, formula, dtype, length):
     plain = torch.fft.irfft(torch.fft.rfft(u.float(), n) * torch.fft.rfft(k.float(), n), n)[..., :length].to(dtype)
     bound = 2 * (float((plain - exact).abs().max()) + torch.finfo(dtype).eps * float(exact.abs().max()))
     assert float((y - exact).abs().max()) <= bound
-
-
-def test_tensors_are_read_from_both_kinds_of_file(tmp_path):
-    np = pytest.importorskip("numpy")
-    q = torch.randn(1, 2, 5, 4)
-    np.save(tmp_path / "q.npy", q.numpy())
-    assert torch.equal(read_tensor(tmp_path / "q.npy", "q"), q)
-    data = q.bfloat16().view(torch.int16).numpy().tobytes()
-    header = json.dumps({"q": {"dtype": "BF16", "shape": [1, 2, 5, 4], "data_offsets": [0, len(data)]}}).encode()
-    path = tmp_path / "x.safetensors"
-    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
-    assert torch.equal(read_tensor(path, "q"), q.bfloat16())
-    with pytest.raises(ValueError, match="holds q; it must hold k"):
-        read_tensor(path, "k")
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ValueError, match="q would end at"):
-        read_tensor(path, "q")
-    with pytest.raises(ValueError, match="is no tensor file"):
-        read_tensor(tmp_path / "q.pt", "q")
-
-
-def test_count_on_files(tmp_path):
-    np = pytest.importorskip("numpy")
-    for name, heads, rows in (("q", 4, 30), ("k", 2, 40), ("v", 2, 40)):
-        np.save(tmp_path / f"{name}.npy", torch.randn(1, heads, rows, 8).half().numpy())
-    files = [word for name in "qkv" for word in (f"--{name}", str(tmp_path / f"{name}.npy"))]
-    (found,) = json.loads(run("count", *files, "--schedule", "fa1", "--causal", "--json"))
-    assert found["same"] is True
-    assert found["title"].startswith("B1 H4/2 N30x40 D8 fp16 causal")
-    assert "--dout is missing" in run("count", *files, "--backward", code=2)
-    assert "missing; give --q, --k and --v together" in run("count", *files[:2], code=2)
-
-
-def test_count_exits_with_1_where_a_result_is_wrong():
-    shape = ("--shape", "1,1,64,16", "--block-k", "16")
-    assert "BEYOND its bound" in run("count", *shape, "--schedule", "as-printed", code=1)
-    assert "predicted == counted, to the byte" in run("count", *shape, "--schedule", "fa2", "--backward")
-    assert "use smaller blocks" in run("count", *shape, "--sram", "1K", code=2)
-
-
-def test_predict_as_json_and_with_every_option():
-    (found,) = json.loads(run("predict", "--schedule", "naive", "--json"))
-    assert (found["bytes"], found["binds"], found["extra_bytes"]) == (203423744, "bandwidth", 2**26)
-    assert sum(move["read"] + move["written"] for move in found["moves"]) == found["bytes"]
-    shown = run(
-        "predict", "--case", "train-8k", "--backward", "--best-blocks", "--machine", "h200", "--measured-us", "900"
-    )
-    assert "reached" in shown
-    assert "compulsory" in run("predict", "--sweep", "sram", "--schedule", "fa2")
-    assert len(json.loads(run("predict", "--sweep", "block", "--schedule", "fa1", "--json"))) == 6
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("predict", "--schedule", "fa9"), "schedule is 'fa9'"),
-        (("predict", "--case", "nope"), "case is 'nope'"),
-        (("predict", "--case", "chapter", "--causal"), "--causal given without --shape; a named case has its own"),
-        (("predict", "--shape", "1,2,3"), "it must be B,H,N,D"),
-        (("predict", "--sweep", "colour"), "sweep is 'colour'"),
-        (("predict", "--plot", "x.pdf"), "it must end in .png or .svg"),
-        (("predict", "--results", "/nowhere"), "it must be a folder"),
-        (("predict", "--shape", "1,3,8,4", "--kv-heads", "2"), "q has 3 heads"),
-        (("compare", "fa1", "naive"), "it must be one of fa1, fa2"),
-        (("paged", "--mean", "0"), "mean is 0"),
-        (("page", "--out", "/nowhere/x.html"), "its folder must exist"),
-        (("measure", "--implementation", "fa9"), "implementation is 'fa9'"),
-    ],
-)
-def test_errors_name_what_is_wrong(arguments, message):
-    assert message in " ".join(run(*arguments, code=2).split())
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure on")
-def test_measuring_without_a_gpu_says_so():
-    assert "cannot measure: torch sees no CUDA GPU here" in run("measure", code=1)
-
-
-PLOTS = [
-    ("predict",),
-    ("predict", "--backward", "--theme", "dark"),
-    ("predict", "--sweep", "seqlen"),
-    ("paged",),
-    ("speculative", "--theme", "dark"),
-    ("flashconv", "--length", "64", "--channels", "2", "--count"),
-]
-
-
-@pytest.mark.parametrize("arguments", PLOTS, ids=" ".join)
-def test_plots_are_drawn(arguments, tmp_path):
-    pytest.importorskip("matplotlib")
-    run(*arguments, "--plot", str(tmp_path / "x.svg"))
-    text = (tmp_path / "x.svg").read_text()
-    assert text.count("<svg") == 1
-    assert len(re.findall(r"<text[^>]*>[^<]*[a-z]{4}", text)) >= 3  # a title, an axis, a legend
-
-
-DOCUMENT = Path(__file__).parents[1] / "docs" / "io.md"
-COMMANDS = re.findall(r"^ioattn io (.*)$", DOCUMENT.read_text(), flags=re.MULTILINE)
-
-
-@pytest.mark.parametrize("command", sorted({c for c in COMMANDS if c != "measure" and "--case chapter" not in c}))
-def test_the_documents_commands_run(command, tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    monkeypatch.chdir(tmp_path)
-    run(*command.split(), code=1 if "as-printed" in command else 0)
-    for name in re.findall(r"--plot (\S+)", command):
-        assert (tmp_path / name).stat().st_size > 1000
-        for theme in ("light", "dark"):
-            assert (DOCUMENT.parent / "figures" / name.replace(".", f"-{theme}.")).exists()
-
-
-def test_one_png(tmp_path):
-    pytest.importorskip("matplotlib")
-    run("predict", "--plot", str(tmp_path / "x.png"))
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize("arguments", [("chapter",), ("compare",), ("compare", "--backward"), ("machines",)])
-def test_tables_are_printed_both_ways(arguments):
-    assert run(*arguments).count("\n") > 8
-    json.loads(run(*arguments, "--json"))
-
-
-def test_importing_the_laboratory_loads_no_heavy_package():
-    heavy = "('numpy', 'matplotlib', 'triton', 'llvmlite')"
-    code = (
-        f"import sys; before = set(sys.modules); import torch; base = set(sys.modules); import ioattn.cli.io; "
-        f"print([m for m in {heavy} if m in sys.modules and m not in base])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 def test_theorem_2(claims):

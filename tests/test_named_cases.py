@@ -61,7 +61,7 @@ def test_a_benchmark_runs_a_case_of_the_table():
     assert [row.case for row in found.rows] == ["B1 H1 N16 D64 fp32 cpu"] * 2
     assert (found.fault, found.goal) == (None, 1.0)
     flops = 4 * 16 * 16 * 64
-    assert found.rows[0].rate == pytest.approx(flops / found.rows[0].median_us / 1e3, rel=0.1)
+    assert found.rows[0].rate == pytest.approx(flops / found.rows[0].median_us / 1e3, abs=0.051)
 
 
 def test_the_table_is_printed():

@@ -17,7 +17,7 @@ TEXTS = SOURCES + sorted(path for name in ("tests", "examples") for path in (ROO
 KERNEL_FOLDERS = ("triton", "gluon")
 PUBLIC_OPERATIONS = {"attention", "attention_varlen", "attention_decode", "explain", "why"}
 # A sub-command's options are its arguments.
-PUBLIC_OPERATIONS |= {"predict", "count", "measure", "compare", "paged", "speculative", "flashconv"}
+PUBLIC_OPERATIONS |= {"predict", "count", "measure", "compare", "decode", "paged", "speculative", "flashconv"}
 
 # Who may import whom, top to bottom; a folder may import what stands below it, and itself.
 LAYERS = (

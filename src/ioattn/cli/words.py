@@ -26,6 +26,18 @@ def sizes(form: str) -> Callable[[str], tuple[int, ...]]:
     return parse
 
 
+def integers(text: str) -> tuple[int, ...]:
+    """Integers separated by commas, at least one.
+
+    >>> integers("4096,17")
+    (4096, 17)
+    """
+    words = [word.strip() for word in text.split(",")]
+    if not all(map(_is_number, words)):
+        raise typer.BadParameter(f"{text!r}; it must be integers separated by commas")
+    return tuple(map(int, words))
+
+
 def window(text: str) -> tuple[int | None, int | None]:
     """LEFT,RIGHT, each an integer or `none` for unbounded.
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -142,22 +141,11 @@ def _run(
     chip: tuple[Blocks, int | None],
 ) -> _Report:
     blocks, sram = chip
-    with _progress(f"{name} {direction}", predicted.total) as on_move:
+    with o.progress(f"{name} {direction}", predicted.total) as on_move:
         counted = schedules.count(problem, name, direction, inputs, blocks, sram, on_move)
     used = {n: x for n, x in inputs.items() if direction == "backward" or n != "dO"}
     title = f"{label(problem)}, {name} {direction}, blocks {blocks}"
     return _Report(title, predicted, counted.traffic, check(problem, used, counted.results))
-
-
-@contextmanager
-def _progress(title: str, total: int) -> Iterator[Any]:
-    """A bar of the bytes moved, on standard error where that is a terminal; it goes when it is done."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True, disable=total < 2**24) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda n_bytes: bar.update(task, advance=n_bytes)
 
 
 def random_inputs(problem: Problem, seed: int) -> dict[str, Tensor]:
@@ -175,14 +163,14 @@ def _check_room(problem: Problem, predictions: list[Traffic]) -> None:
 
 
 def _given(files: Mapping[str, str | None], direction: traffic.Direction) -> dict[str, Tensor]:
+    if direction == "forward":
+        o.alone("dout", files["dout"], "without --backward")
     given = {NAMES[name]: read_tensor(Path(path), name) for name, path in files.items() if path is not None}
     missing = [name for name in ("q", "k", "v") if NAMES[name] not in given]
     if given and missing:
         raise ValueError(f"--{', --'.join(missing)} missing; give --q, --k and --v together")
     if given and direction == "backward" and "dO" not in given:
         raise ValueError("--dout is missing; the backward of tensors from files needs it")
-    if direction == "forward":
-        o.alone("dout", files["dout"], "without --backward")
     return given
 
 

@@ -98,6 +98,17 @@ def busy(title: str) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def progress(title: str, total: int) -> Iterator[Any]:
+    """A bar of the bytes moved, on standard error where that is a terminal; it goes when it is done."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True, disable=total < 2**24) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda n_bytes: bar.update(task, advance=n_bytes)
+
+
 def named_case(case: str | None) -> NamedCase:
     """The case of that name, the chapter's for None; raises ValueError, with the names, where there is none."""
     if case is not None and case not in CASES:
