@@ -15,11 +15,21 @@ from ioattn.io.traffic import predict
 
 needs_browser = pytest.mark.skipif(BINARY is None, reason="no Chromium on the PATH; Debian: apt-get install chromium")
 
-RESULT = """\
+NAUGHTY = "</script><!--<script>&<svg onload=document.title=1>"
+
+RESULT = f"""\
 date,commit,machine,torch,triton,case,direction,implementation,median_us,spread,rate,unit,error
 2026-11-29,abc,h200,2.11,3.6,B1 H16 N8192 D128 bf16 cuda causal,forward,ioattn:gluon,100,0.01,595,TFLOP/s,1e-3
 2026-11-29,abc,h200,2.11,3.6,B1 H16 N8192 D128 bf16 cuda causal softcap=5,forward,flex,100,0.01,300,TFLOP/s,1e-3
 2026-11-29,abc,h200,2.11,3.6,B1 H32/8 N1x131072 D128 bf16 cuda causal,decode,fa2,100,0.01,3.43,TB/s,1e-3
+2026-11-29,abc,NVIDIA GB200,2.11,3.6,B1 H16 N8192 D128 bf16 cuda,forward,fa4,100,0.01,1300,TFLOP/s,1e-3
+2026-11-29,abc,NVIDIA H200,2.11,3.6,B1 H16 N4096 D64 fp32 cuda,forward,{NAUGHTY},100,0.01,30,TFLOP/s,1e-3
+"""
+
+COUNTED = """\
+date,commit,machine,torch,triton,case,direction,implementation,median_us,spread,rate,unit,error,caches,dram_read,dram_written
+2026-11-30,abc,h200,2.11,3.6,B1 H1 N4096 D64 fp16 cuda,forward,naive,83.7,,51.3,TFLOP/s,,flushed,69264640,22454016
+2026-11-30,abc,h200,2.11,3.6,B1 H1 N4096 D64 fp16 cuda,forward,sdpa,12.3,,349,TFLOP/s,,kept,512,19200
 """
 
 
@@ -27,7 +37,8 @@ date,commit,machine,torch,triton,case,direction,implementation,median_us,spread,
 def page_file(tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
     (folder / "h200-all-2026-11-29.csv").write_text(RESULT)
-    assert write_page(folder / "page.html", folder) == 2
+    (folder / "h200-io-2026-11-30.csv").write_text(COUNTED)
+    assert write_page(folder / "page.html", folder) == 5
     return folder / "page.html"
 
 
@@ -98,10 +109,29 @@ def test_the_small_example_shows_which_update_is_right(browser, update, right):
 
 @needs_browser
 def test_measured_points_are_on_the_roofline(browser):
+    browser.select("#e", 2)
     browser.select("#machine", "h200")
     titles = browser.value("[...document.querySelectorAll('#roofline title')].map(t => t.textContent)")
     assert titles[0] == "ioattn:gluon: B1 H16 N8192 D128 bf16 causal, forward, 595 TFLOP/s"
     assert titles[1].startswith("fa2: B1 H32/8 N1x131072 D128 bf16 causal, decode, ")
+    assert titles[2] == "naive: B1 H1 N4096 D64 fp16, forward, 51.3 TFLOP/s"
+    assert len(titles) == 3  # nothing of another machine, of another width, or with caches kept
+    listed = browser.value("[...document.querySelectorAll('#measured tbody tr')].map(r => r.cells[4].textContent)")
+    assert float(listed[2]) == pytest.approx(4 * 4096 * 64 * 4096 / (69264640 + 22454016), rel=0.01)
+    assert "1 with bytes counted by the GPU" in browser.value("document.getElementById('roofline-text').textContent")
+
+
+@needs_browser
+def test_names_from_result_files_stay_text(browser):
+    browser.select("#machine", "h200")
+    browser.select("#e", 4)
+    titles = browser.value("[...document.querySelectorAll('#roofline title')].map(t => t.textContent)")
+    assert titles == [f"{NAUGHTY}: B1 H16 N4096 D64 fp32, forward, 30 TFLOP/s"]
+    assert browser.value("document.querySelectorAll('svg').length") == 1
+    assert browser.value("document.title") == "Attention's bytes, tile by tile"
+    browser.select("#e", 2)
+    browser.select("#machine", "b200")
+    assert browser.value("document.querySelectorAll('#roofline title').length") == 0
 
 
 @needs_browser
@@ -122,7 +152,7 @@ def test_the_page_needs_no_network(page_file):
 
 
 def test_measured_points_follow_the_result_files(page_file):
-    prefill, decode = measured_points(page_file.parent)
+    prefill, decode, *_ = measured_points(page_file.parent)
     assert (prefill.implementation, prefill.flops_per_s) == ("ioattn:gluon", 595e12)
     # K and V at 3.43 TB/s: 4 FLOPs per 2 bytes for each of the 4 queries of a group, so 4 FLOPs per byte.
     assert decode.flops_per_s == pytest.approx(4 * 3.43e12)

@@ -34,8 +34,8 @@ def write_page(out: Path, results: Path) -> int:
         }
         for machine in KNOWN.values()
     ]
-    # "</" would end the script element wherever it stands.
-    data = json.dumps({"machines": machines, "measured": points}).replace("</", "<\\/")
+    # "<" opens and ends elements wherever it stands in a script.
+    data = json.dumps({"machines": machines, "measured": points}).replace("<", "\\u003c")
     page = _file("page.html")
     parts = {"style": "page.css", "schedules": "schedules.js", "softmax": "softmax.js", "view": "view.js"}
     for name, file in parts.items():
@@ -49,5 +49,13 @@ def _file(name: str) -> str:
 
 
 def _point(point: Measured) -> dict[str, Any]:
-    text = f"{point.implementation}: {label(point.problem)}, {point.direction}, {point.flops_per_s / 1e12:.4g} TFLOP/s"
-    return {"machine": point.machine.lower(), "intensity": point.intensity, "rate": point.flops_per_s, "label": text}
+    return {
+        "machine": next((machine.name for machine in KNOWN.values() if point.ran_on(machine)), None),
+        "itemsize": point.problem.dtype.itemsize,
+        "intensity": point.intensity,
+        "rate": point.flops_per_s,
+        "case": label(point.problem),
+        "direction": point.direction,
+        "implementation": point.implementation,
+        "counted": point.dram_bytes is not None,
+    }

@@ -174,7 +174,7 @@ function drawRoofline() {
   svg.setAttribute("viewBox", `0 0 ${width} 400`);
   const machine = DATA.machines.find((m) => m.name === $("machine").value);
   const peak = state.problem.e === 2 ? machine.peak16 : machine.peak32;
-  const measured = $("show-measured").checked ? DATA.measured.filter((m) => m.machine.includes(machine.name)) : [];
+  const measured = $("show-measured").checked ? measuredOn(machine) : [];
   const points = Object.keys(SCHEDULES).map((name) => {
     const intensity = flopsOf(state.problem, name) / runFor(state.problem, name).chip.total();
     return { name, intensity, rate: Math.min(peak, intensity * machine.bandwidth) };
@@ -192,14 +192,47 @@ function drawRoofline() {
   parts.push(`<line x1="${X(ridge)}" x2="${X(ridge)}" y1="${Y(peak)}" y2="350" stroke="${colour("soft")}" stroke-dasharray="3 4"/>`);
   parts.push(`<text x="${X(ridge) + 5}" y="342">ridge ${Math.round(ridge)}</text>`);
   points.forEach((p, i) => parts.push(mark(p, i, X, Y)));
-  measured.forEach((m) => {
-    const title = `<title>${m.label}</title>`;
-    parts.push(`<g stroke="${colour("ink")}" stroke-width="1.6"><path d="M${X(m.intensity) - 5},${Y(m.rate)}h10M${X(m.intensity)},${Y(m.rate) - 5}v10"/>${title}</g>`);
-  });
+  measured.forEach((m) => parts.push(measuredMark(m, X(m.intensity), Y(m.rate))));
   svg.innerHTML = parts.join("");
   $("roofline-text").textContent =
     `${machine.title}, ${+(machine.bandwidth / 1e12).toPrecision(3)} TB/s, if every byte counted goes to slow memory. ` +
-    (measured.length ? `${measured.length} measured points (+), at their compulsory bytes.` : "No measured points for this machine.");
+    (measured.length ? measuredText(measured) : "No measured points of this width for this machine.");
+  listMeasured(measured);
+}
+
+// A point belongs to the roof of its own width: a 16-bit one would stand above the 32-bit roof.
+function measuredOn(machine) {
+  return DATA.measured.filter((m) => m.machine === machine.name && (m.itemsize === 2) === (state.problem.e === 2));
+}
+
+function measuredText(measured) {
+  const counted = measured.filter((m) => m.counted).length;
+  const rest = measured.length - counted;
+  return (rest ? `${rest} measured points (+), at their compulsory bytes; ours in blue. ` : "") +
+    (counted ? `${counted} with bytes counted by the GPU (×), caches cold.` : "");
+}
+
+const escaped = (text) => text.replace(/[&<>"]/g, (c) => `&#${c.charCodeAt(0)};`);
+
+function measuredMark(m, x, y) {
+  const text = `${m.implementation}: ${m.case}, ${m.direction}, ${+(m.rate / 1e12).toPrecision(4)} TFLOP/s`;
+  const path = m.counted ? `M${x - 4},${y - 4}l8,8M${x - 4},${y + 4}l8,-8` : `M${x - 5},${y}h10M${x},${y - 5}v10`;
+  const ours = m.implementation.startsWith("ioattn");
+  return `<g stroke="${colour(ours ? "blue" : "ink")}" stroke-width="${ours ? 2.4 : 1.4}"><path d="${path}"/><title>${escaped(text)}</title></g>`;
+}
+
+function listMeasured(measured) {
+  const rows = measured.map((m) => {
+    const row = document.createElement("tr");
+    const cells = [m.case, m.direction, m.implementation, +(m.rate / 1e12).toPrecision(4), +m.intensity.toPrecision(3)];
+    cells.forEach((text, i) => {
+      const cell = document.createElement(i ? "td" : "th");
+      cell.textContent = text;
+      row.append(cell);
+    });
+    return row;
+  });
+  $("measured").tBodies[0].replaceChildren(...rows);
 }
 
 function axes(low, high, bottom, top, X, Y, width) {
