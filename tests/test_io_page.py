@@ -26,8 +26,8 @@ date,commit,machine,torch,triton,case,direction,implementation,median_us,spread,
 2026-11-29,abc,NVIDIA H200,2.11,3.6,B1 H16 N4096 D64 fp32 cuda,forward,{NAUGHTY},100,0.01,30,TFLOP/s,1e-3
 """
 
-COUNTED = """\
-date,commit,machine,torch,triton,case,direction,implementation,median_us,spread,rate,unit,error,caches,dram_read,dram_written
+COUNTED = f"""\
+{RESULT.splitlines()[0]},caches,dram_read,dram_written
 2026-11-30,abc,h200,2.11,3.6,B1 H1 N4096 D64 fp16 cuda,forward,naive,83.7,,51.3,TFLOP/s,,flushed,69264640,22454016
 2026-11-30,abc,h200,2.11,3.6,B1 H1 N4096 D64 fp16 cuda,forward,sdpa,12.3,,349,TFLOP/s,,kept,512,19200
 """
@@ -93,6 +93,10 @@ def test_the_keyboard_steps(browser):
     browser.press(" ")
     assert browser.value("document.getElementById('play').textContent") == "Pause"
     browser.press(" ")
+    assert browser.value("document.getElementById('play').textContent") == "Play"
+    browser.value("document.querySelector('summary').focus()")
+    browser.press(" ")
+    assert browser.value("document.querySelector('details').open")
     assert browser.value("document.getElementById('play').textContent") == "Play"
 
 

@@ -56,7 +56,7 @@ class Paging:
 
 
 def paging(lengths: Sequence[int], page: int, cache: Cache, longest: int) -> Paging:
-    """Pages of `page` tokens for sequences of these lengths; a decode step reads whole pages and their table entries.
+    """Pages of `page` tokens for sequences of these lengths; a decode step reads tokens and table entries.
 
     Raises:
         ValueError: if the page is empty, there is no sequence, or one is longer than `longest`.
@@ -73,7 +73,7 @@ def paging(lengths: Sequence[int], page: int, cache: Cache, longest: int) -> Pag
         held=pages * page * cache.token_bytes,
         contiguous=len(lengths) * longest * cache.token_bytes,
         table=table,
-        read=pages * page * cache.token_bytes + cache.layers * table,
+        read=sum(lengths) * cache.token_bytes + cache.layers * table,
     )
 
 

@@ -109,7 +109,11 @@ def _bars(axes: Any, bounds: Sequence[Bound]) -> None:
     hatches = ("", "//", "\\\\", "xx", "--", "||", "++", "/", "\\")
     for i, (group, members) in enumerate(g for g in groups if g[1]):
         widths = [b.traffic.of(*members) / scale for b in bounds][::-1]
-        colour, hatch = _shade(axes, CYCLE[i % len(CYCLE)]), hatches[i % len(hatches)]
+        # The remainder is plain grey, so that it is no tensor's colour.
+        named = CYCLE[:-1]
+        colour, hatch = _shade(axes, named[i % len(named)]), hatches[i % len(hatches)]
+        if group == "other":
+            colour, hatch = CYCLE[-1], ""
         axes.barh(names, widths, left=starts, label=group, color=colour, hatch=hatch, edgecolor="white", linewidth=0.4)
         starts = [a + b for a, b in zip(starts, widths, strict=True)]
     for name, total in zip(names, starts, strict=True):
@@ -130,8 +134,8 @@ def _roofline(axes: Any, bounds: Sequence[Bound], measured: Sequence[Measured]) 
     ink = axes.xaxis.label.get_color()
     axes.loglog([low, ridge, high], [low * machine.bandwidth / 1e12, peak / 1e12, peak / 1e12], color=ink, linewidth=2)
     axes.text(low * 1.6, low * machine.bandwidth / 1e12, f"{machine.bandwidth / 1e12:.3g} TB/s", fontsize=9)
+    axes.vlines(ridge, 0, peak / 1e12, linestyle=":", color=ink, linewidth=1)
     axes.text(high, peak / 1e12 * 1.08, f"{kind} peak {peak / 1e12:.4g}", ha="right", fontsize=9)
-    axes.axvline(ridge, linestyle=":", color=ink, linewidth=1)
     axes.text(ridge, low * machine.bandwidth / 1e12, f" ridge {ridge:.0f}", fontsize=9)
     for b in (b for b in bounds if b.traffic.total):
         words = f"{b.schedule}: {b.attainable / 1e12:.3g} TFLOP/s at {b.traffic.intensity:.3g}"
@@ -194,8 +198,8 @@ def lines(
             at = sorted({x for curve in curves for x in curve.x})
             axes.set_xticks(at, map(_short, at))
         if "y" in log:
-            axes.set_yscale("log", base=2)
-            axes.yaxis.set_major_formatter(lambda value, _: f"{value:.4g}")
+            axes.set_yscale("log")
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         if log:
             axes.minorticks_off()
         axes.set(title=title, xlabel=xlabel, ylabel=ylabel)

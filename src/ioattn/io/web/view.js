@@ -330,7 +330,7 @@ function start() {
     // Lists, fields and focused buttons keep their own keys.
     const keys = { ArrowRight: "step", ArrowLeft: "back", End: "end", Home: "home", " ": "play" };
     const tag = event.target.tagName;
-    if (!(event.key in keys) || tag === "SELECT" || tag === "INPUT" || (tag === "BUTTON" && event.key === " ")) return;
+    if (!(event.key in keys) || tag === "SELECT" || tag === "INPUT" || (/BUTTON|SUMMARY/.test(tag) && event.key === " ")) return;
     event.preventDefault();
     $(keys[event.key]).click();
   });
