@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ioattn.io.schedules.task import or_zero
+from ioattn.io.threads import one_thread
 from ioattn.io.tiles import Blocks, Grid
 from ioattn.problem import Problem
 
@@ -41,16 +43,19 @@ def check(problem: Problem, given: Values, results: Values) -> list[Check]:
         ValueError: if the problem is in float64, for which nothing here is more exact.
     """
     check_checkable(problem)
+    with one_thread() if problem.len_q * problem.len_k <= FEW_SCORES else nullcontext():
+        return list(_checks(problem, given, results))
+
+
+def _checks(problem: Problem, given: Values, results: Values) -> Iterator[Check]:
     truth = exact(problem, given)
     ways = list(_rounded_ways(problem, given))
-    checks = []
     for name in (n for n in truth if n in results):
         own = max(_distance(way[name], truth[name]) for way in ways)
         finite = truth[name][truth[name].isfinite()]
         largest = float(finite.abs().max()) if finite.numel() else 0.0
         bound = 2 * (own + torch.finfo(problem.dtype).eps * largest)
-        checks.append(Check(name, _distance(results[name], truth[name]), bound))
-    return checks
+        yield Check(name, _distance(results[name], truth[name]), bound)
 
 
 def check_checkable(problem: Problem) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +12,7 @@ from ioattn.io.ledger import Traffic
 from ioattn.io.memory import Memory, Slow
 from ioattn.io.schedules import fa1, fa2, naive, printed, split_kv, two_pass
 from ioattn.io.schedules.task import Task
+from ioattn.io.threads import one_thread
 from ioattn.io.tiles import Blocks
 from ioattn.io.traffic import Direction, predict
 from ioattn.problem import Problem
@@ -102,16 +102,5 @@ def count(
 
 
 def _results(memory: Memory, algorithm: Algorithm, task: Task) -> dict[str, Tensor]:
-    with on_one_thread():
+    with one_thread():
         return {name: memory.values(slow) for name, slow in algorithm(task, memory).items()}
-
-
-@contextmanager
-def on_one_thread() -> Iterator[None]:
-    """Tiles are too small to share among threads: waking them costs more than they save."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

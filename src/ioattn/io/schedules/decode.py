@@ -12,9 +12,10 @@ from torch import Tensor
 from ioattn.io.decode import Decode, Walk
 from ioattn.io.memory import Memory, Slow
 from ioattn.io.reference import Check, check
-from ioattn.io.schedules import Counted, on_one_thread
+from ioattn.io.schedules import Counted
 from ioattn.io.schedules.task import length as height
 from ioattn.io.schedules.task import or_one, or_zero
+from ioattn.io.threads import one_thread
 
 Values = Mapping[str, Tensor]
 
@@ -47,7 +48,7 @@ def count(
         CapacityError: if a tile does not fit.
     """
     memory = Memory(capacity, it.problem(0).compute_dtype, on_move)
-    with on_one_thread():
+    with one_thread():
         run = _Run(it, memory, given)
         if it.appended:
             run.append()
