@@ -75,10 +75,13 @@ def _call(problem: Problem, direction: Direction, name: str) -> Call:
 
 
 def _row(problem: Problem, direction: Direction, name: str, c: Counters, warm: bool) -> dict[str, Any]:
-    measured = row(problem, direction, name, Timing(c.nanoseconds / 1e3, 0.0), 0.0, "cuda")
+    implementation = f"{name}:{c.backend}" if c.backend else name
+    measured = row(problem, direction, implementation, Timing(c.nanoseconds / 1e3, 0.0), 0.0, "cuda")
     # One run without a reference beside it: neither a spread nor an error is known.
     known = dataclasses.asdict(measured) | {"spread": "", "error": ""}
-    counters = dataclasses.asdict(c) | {"kernels": "; ".join(kernel[:60] for kernel in c.kernels)}
+    counters = {k: v for k, v in dataclasses.asdict(c).items() if k != "backend"} | {
+        "kernels": "; ".join(kernel[:60] for kernel in c.kernels)
+    }
     return known | {"caches": "kept" if warm else "flushed"} | counters
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import json
 import re
 import subprocess
@@ -17,8 +19,10 @@ from ioattn.cli.io import app
 from ioattn.cli.io.measure import counters
 from ioattn.io import measure
 from ioattn.io.levels import at_l2, compare, explain, text
+from ioattn.io.machine import KNOWN
 from ioattn.io.measure import Call, Counters, MeasureError, parse
 from ioattn.io.reference import check
+from ioattn.io.results import measured_points
 from ioattn.io.tiles import Blocks
 from ioattn.io.traffic import compulsory, predict
 
@@ -64,6 +68,11 @@ def test_scaled_units_are_powers_of_1000_unless_they_say_otherwise(unit, factor)
 )
 def test_times_have_units_too(unit, factor):
     assert parse(table(gpu_=unit, number="2.5")).nanoseconds == 2 * round(2.5 * factor)
+
+
+def test_the_workloads_line_names_the_backend():
+    assert parse(["ioattn runs on backend gluon", *table()]).backend == "gluon"
+    assert parse(table()).backend == ""
 
 
 def test_scaled_sectors():
@@ -241,3 +250,31 @@ def test_the_command_prints_what_was_measured(monkeypatch):
     monkeypatch.setattr(counters, "measure", unreadable)
     result = CliRunner().invoke(app, ["measure"])
     assert (result.exit_code, "no table of kernels" in result.output) == (2, True)
+
+
+def test_the_counters_of_the_benchmark_become_points_of_the_page(monkeypatch, tmp_path):
+    path = Path(__file__).parents[1] / "benchmarks" / "io_counters.py"
+    spec = importlib.util.spec_from_file_location("io_counters", path)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    recorded = parse((RECORDED / "ncu-h200-naive-forward.csv").read_text().splitlines())
+
+    def measured(call, warm):
+        if call.implementation == "sdpa":
+            raise MeasureError("ncu ended with code 1")
+        return dataclasses.replace(recorded, backend="gluon" if call.implementation == "ioattn" else "")
+
+    monkeypatch.setattr(script, "measure", measured)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    assert script.main(tmp_path, quick=False) == 1  # what failed is written beside what did not
+    (csv_file,), (text_file,) = tmp_path.glob("h200-io-*.csv"), tmp_path.glob("h200-io-*.txt")
+    assert "sdpa: ncu ended with code 1" in text_file.read_text()
+    points = measured_points(tmp_path)
+    # Three problems, two directions, two implementations that ran; what was read with caches kept is left out.
+    assert len(points) == 12
+    first = points[0]
+    assert (first.implementation, first.dram_bytes) == ("naive", recorded.dram)
+    assert points[1].implementation == "ioattn:gluon"
+    assert first.flops_per_s == pytest.approx(4 * 4096**2 * 64 / 83.68e-6, rel=0.001)
+    assert all(point.ran_on(KNOWN["h200"]) for point in points)
+    assert csv_file.read_text().count("\n") == 1 + 16

@@ -13,7 +13,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ioattn import registry
 from ioattn.cases import DTYPE_NAMES
+from ioattn.io.measure import BACKEND
+from ioattn.problem import Options, Problem, Tensors
 
 
 def naive(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -56,6 +59,10 @@ def main(arguments: Sequence[str]) -> None:
     q, k, v = (torch.randn(shape, dtype=DTYPE_NAMES[dtype], device="cuda") for _ in range(3))
     dout = torch.randn_like(q)
     attention = IMPLEMENTATIONS[name]
+    if name == "ioattn":
+        options = Options.of(causal == "1", None, None, None, False)
+        runs = registry.choose(Problem.of(Tensors.of(q, k, v), options), backward=backward == "1")
+        sys.stdout.write(f"{BACKEND}{runs.name}\n")
     for x in (q, k, v):
         x.requires_grad_(backward == "1")
     for measured in (False, True):

@@ -42,6 +42,10 @@ def at_l2(traffic: Traffic) -> Crossing:
     return Crossing(traffic.read - reads, traffic.written - writes, writes)
 
 
+def _named(implementation: str, counters: Counters) -> str:
+    return f"{implementation}:{counters.backend}" if counters.backend else implementation
+
+
 class Comparison(NamedTuple):
     """One implementation's counters, the schedule that stands beside them and what it moves."""
 
@@ -67,7 +71,7 @@ def text(problem: Problem, direction: Direction, compared: Sequence[Comparison],
     for name, c, schedule, t in compared:
         moved = (c.dram_read, c.dram_written, c.l2_read, c.l2_written, c.l2_reduced)
         took = duration(c.nanoseconds / 1e9) if c.nanoseconds else ""
-        rows.append((name, "measured", *map(size, moved), took, len(c.kernels)))
+        rows.append((_named(name, c), "measured", *map(size, moved), took, len(c.kernels)))
         rows.append(("", f"{schedule} {blocks}", *map(size, (t.read, t.written, *at_l2(t))), "", ""))
     header = ("", "", "DRAM read", "written", "L2 read", "written", "added", "time", "kernels")
     least = compulsory(problem, direction)

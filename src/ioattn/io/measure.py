@@ -31,6 +31,9 @@ METRICS = {
 }
 """What is asked of `ncu`: bytes at DRAM, sectors at the L2, stores of spilled registers, time."""
 
+BACKEND = "ioattn runs on backend "
+"""How the workload begins the line that names the backend of ours."""
+
 _BASES = {"dram": ("byte", 1), "lts_": ("sector", 32), "smsp": ("inst", 128), "gpu_": ("second", 1)}
 """A metric's unit by its first letters, and what one counts as: a warp stores 128 bytes of a register."""
 
@@ -48,7 +51,8 @@ class Counters:
     """Bytes by level, summed over the kernels of one workload, and their time.
 
     DRAM: between slow memory and the L2. L2: between the L2 and the SMs; `l2_reduced` are additions that the L2 does by
-    itself, which cross once. `spilled` is the part of `l2_written` that is registers without room.
+    itself, which cross once. `spilled` is the part of `l2_written` that is registers without room; `backend` is that
+    of ours.
     """
 
     kernels: tuple[str, ...]
@@ -59,6 +63,7 @@ class Counters:
     l2_reduced: int = 0
     spilled: int = 0
     nanoseconds: int = 0
+    backend: str = ""
 
     @property
     def dram(self) -> int:
@@ -138,6 +143,8 @@ def parse(lines: Iterable[str]) -> Counters:
     Raises:
         ValueError: if the table, a metric or a kernel is missing, or a number or unit cannot be read.
     """
+    lines = list(lines)
+    backend = next((line.removeprefix(BACKEND).strip() for line in lines if line.startswith(BACKEND)), "")
     # Not stripped: the first column may be empty.
     rows = [row for row in csv.reader(line for line in lines if not line.startswith("==")) if row]
     start = next((i for i, row in enumerate(rows) if "Kernel Name" in row and METRICS["dram_read"] in row), None)
@@ -154,7 +161,7 @@ def parse(lines: Iterable[str]) -> Counters:
         for key, metric in METRICS.items():
             at = names.index(metric)
             totals[key] += _count(row[at], units[at], metric)
-    return Counters(tuple(row[names.index("Kernel Name")] for row in kernels), **totals)
+    return Counters(tuple(row[names.index("Kernel Name")] for row in kernels), **totals, backend=backend)
 
 
 def _count(number: str, unit: str, metric: str) -> int:
