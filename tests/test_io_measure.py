@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import importlib.util
 import json
@@ -278,3 +279,23 @@ def test_the_counters_of_the_benchmark_become_points_of_the_page(monkeypatch, tm
     assert first.flops_per_s == pytest.approx(4 * 4096**2 * 64 / 83.68e-6, rel=0.001)
     assert all(point.ran_on(KNOWN["h200"]) for point in points)
     assert csv_file.read_text().count("\n") == 1 + 16
+
+
+def test_the_document_quotes_the_stored_counters():
+    root = Path(__file__).parents[1]
+    text_of_document = (root / "docs" / "io.md").read_text()
+    (name,) = re.findall(r"benchmarks/results/(h200-io-[\d-]+\.csv)", text_of_document)
+    with (root / "benchmarks" / "results" / name).open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["caches"] == "flushed"]
+    chapter = {
+        row["implementation"].partition(":")[0]: row
+        for row in rows
+        if row["case"] == "B1 H1 N4096 D64 fp16 cuda" and row["direction"] == "forward"
+    }
+    labels = {"naive": "torch's steps: scale, product, softmax, product", "sdpa": "SDPA (cuDNN)", "ioattn": "ioattn"}
+    for implementation, label in labels.items():
+        (line,) = re.findall(rf"^\| {re.escape(label)} \|(.*)\|$", text_of_document, flags=re.MULTILINE)
+        for cell, column in zip(line.split("|"), ("dram_read", "dram_written", "l2_read", "l2_written"), strict=True):
+            if cell.strip():
+                counted = int(chapter[implementation][column]) / 2**20
+                assert float(cell) == pytest.approx(counted, rel=0.01, abs=0.06), (implementation, column)

@@ -33,6 +33,9 @@ COUNTED = f"""\
 """
 
 
+PAGE_SCHEDULES = ["naive", "fused-softmax", "fa1", "fa2", "split-kv", "fa2 backward", "two-pass backward"]
+
+
 @pytest.fixture(scope="module")
 def page_file(tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
@@ -59,7 +62,7 @@ def counters(page: Page) -> dict[str, list[int]]:
 
 @needs_browser
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("schedule", ["naive", "fused-softmax", "fa1", "fa2", "split-kv", "fa2 backward"])
+@pytest.mark.parametrize("schedule", PAGE_SCHEDULES)
 def test_a_click_moves_the_counters_to_the_predicted_numbers(browser, schedule, causal):
     for selector, value in (("#schedule", schedule), ("#n", 1024), ("#d", 32), ("#e", 4), ("#bq", 128), ("#bk", 64)):
         browser.select(selector, value)

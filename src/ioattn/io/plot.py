@@ -158,8 +158,13 @@ def _roofline(axes: Any, bounds: Sequence[Bound], measured: Sequence[Measured]) 
             label=f"measured: {name}",
         )
     axes.set(xlabel="intensity, FLOP per byte of slow memory", ylabel="TFLOP/s", title=machine.title)
-    axes.set_ylim(top=peak / 1e12 * 6)
-    axes.legend(fontsize=8.5, loc="upper left")
+    # Room above the roof for the list of names, in as many columns as keep it short.
+    entries = len(axes.get_legend_handles_labels()[0])
+    columns = 1 if entries <= 6 else 2
+    share = min(0.03 + 0.052 * -(-entries // columns), 0.6)
+    bottom = min([low * machine.bandwidth, *(m.flops_per_s for m in measured)]) / 1e12 / 1.5
+    axes.set_ylim(bottom, peak / 1e12 * (peak / 1e12 / bottom) ** (share / (1 - share)) * 1.5)
+    axes.legend(fontsize=8.5, loc="upper left", ncols=columns)
 
 
 def sweep_plot(axis: Axis, series: Mapping[str, Sequence[Point]], path: Path, theme: Theme) -> None:

@@ -69,7 +69,7 @@ def predict(
         if as_json:
             o.alone("results", results, "with --json")
         bounds = [bound(problem, on, n, direction, _blocks(problem, n, direction, on, blocks, best)) for n in names]
-        points = [] if results is None else _points(results, on)
+        points = [] if results is None else _points(results, on, direction)
         if plot is not None:
             from ioattn.io.plot import traffic_and_roofline
 
@@ -97,21 +97,24 @@ def _blocks(problem: Problem, name: str, direction: Direction, machine: Machine,
     return Blocks(found.q, found.k, given.splits)
 
 
-def _points(folder: str, machine: Machine) -> list[Measured]:
+def _points(folder: str, machine: Machine, direction: Direction) -> list[Measured]:
     path = Path(folder)
     if not path.is_dir():
         raise ValueError(f"results is {folder!r}; it must be a folder of result files")
-    return [p for p in measured_points(path) if p.ran_on(machine)]
+    # A decode is a forward.
+    same = [p for p in measured_points(path) if (p.direction == "backward") == (direction == "backward")]
+    return [p for p in same if p.ran_on(machine)]
 
 
 def _measured_text(points: list[Measured], machine: Machine, folder: Path) -> str:
     if not points:
-        return f"no measured points of {machine.name} in {folder}"
+        return f"no measured points of {machine.name} in {folder}, in this direction"
     header = ("measured on " + machine.name, "direction", "implementation", "FLOP/s", "FLOP/B")
     rows = [
         (label(p.problem), p.direction, p.implementation, rate(p.flops_per_s), f"{p.intensity:.4g}") for p in points
     ]
-    return table(header, rows, left=3) + "\n\nFLOP/B: useful FLOPs per compulsory byte."
+    note = "FLOP/B: useful FLOPs per byte that a GPU's counters saw, where they were read, else per compulsory byte."
+    return f"{table(header, rows, left=3)}\n\n{note}"
 
 
 def _text(bounds: list[Bound], measured_us: float | None) -> str:

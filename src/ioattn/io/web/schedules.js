@@ -262,6 +262,52 @@ function* fa2Backward(p, chip) {
   }
 }
 
+function loadRows(p, chip, rows) {
+  for (const x of ["Q", "dO"]) chip.load(x, p.wide(rows));
+  for (const x of ["LSE", "delta"]) chip.load(x, rows.size * SUM);
+}
+
+function* twoPassBackward(p, chip) {
+  for (const rows of p.rowTiles()) {
+    chip.load("dO", p.wide(rows));
+    chip.load("O", p.wide(rows));
+    chip.store("delta", rows.size * SUM);
+    yield [0, rows, null];
+    chip.free("dO", "O");
+  }
+  for (const cols of p.keyTiles()) {
+    chip.load("K", p.wide(cols));
+    chip.load("V", p.wide(cols));
+    chip.alloc("dK, dV", 2 * cols.size * p.d * SUM);
+    yield [2, null, cols];
+    for (const rows of p.rowTilesFor(cols)) {
+      loadRows(p, chip, rows);
+      chip.alloc("S, P, dS", 2 * rows.size * cols.size * SUM);
+      yield [4, rows, cols];
+      chip.free("Q", "dO", "LSE", "delta", "S, P, dS");
+    }
+    chip.store("dK", p.wide(cols));
+    chip.store("dV", p.wide(cols));
+    yield [5, null, cols];
+    chip.free("K", "V", "dK, dV");
+  }
+  for (const rows of p.rowTiles()) {
+    loadRows(p, chip, rows);
+    chip.alloc("dQ", rows.size * p.d * SUM);
+    yield [7, rows, null];
+    for (const cols of p.keyTilesFor(rows)) {
+      chip.load("K", p.wide(cols));
+      chip.load("V", p.wide(cols));
+      chip.alloc("S, P, dS", 2 * rows.size * cols.size * SUM);
+      yield [9, rows, cols];
+      chip.free("K", "V", "S, P, dS");
+    }
+    chip.store("dQ", p.wide(rows));
+    yield [10, rows, null];
+    chip.free("Q", "dO", "LSE", "delta", "dQ");
+  }
+}
+
 const SOFTMAX_3 = ["    row_max: read S", "    row_sum: read S", "    read S, store P = exp(S - max) / sum"];
 const SOFTMAX_1 = ["    read rows of S once", "    row_max, row_sum", "    store P"];
 const naiveCode = (softmax) => [
@@ -303,6 +349,14 @@ const SCHEDULES = {
       "  for rows in query tiles:", "    load Q, dO, LSE, delta", "    P = exp(scale Q K^T - LSE); dV += P^T dO",
       "    dS = P (dO V^T - delta)", "    dK += scale dS^T Q", "    dQ sum += scale dS K, atomically",
       "  store dK, dV", "dQ = round(dQ sum)",
+    ],
+  },
+  "two-pass backward": {
+    run: twoPassBackward, products: 7,
+    code: [
+      "delta = rowsum(dO * O)", "for cols in key tiles:", "  load K, V; dK, dV = 0", "  for rows in query tiles:",
+      "    load Q, dO, LSE, delta; P, dS; dV, dK += ...", "  store dK, dV", "for rows in query tiles:",
+      "  load Q, dO, LSE, delta; dQ = 0", "  for cols in key tiles:", "    load K, V; P, dS again; dQ += ...", "  store dQ",
     ],
   },
 };

@@ -2,7 +2,7 @@
 
 const $ = (id) => document.getElementById(id);
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-const COLOURS = { naive: "orange", "fused-softmax": "yellow", fa1: "pink", fa2: "blue", "split-kv": "green", "fa2 backward": "sky" };
+const COLOURS = { naive: "orange", "fused-softmax": "yellow", fa1: "pink", fa2: "blue", "split-kv": "green", "fa2 backward": "sky", "two-pass backward": "grey" };
 
 function bytes(n) {
   for (const [unit, size] of [["GiB", 2 ** 30], ["MiB", 2 ** 20], ["KiB", 2 ** 10]]) {
@@ -183,7 +183,7 @@ function drawRoofline() {
   const shown = [...points.map((p) => p.intensity), ...measured.map((m) => m.intensity), ridge];
   const [low, high] = [Math.min(...shown) / 3, Math.max(...shown) * 4];
   // Room above the roof for the list of names, which takes more of a narrow drawing.
-  const [bottom, top] = [low * machine.bandwidth, peak * (width < 500 ? 100 : 12)];
+  const [bottom, top] = [low * machine.bandwidth, peak * (width < 500 ? 200 : 20)];
   const X = (i) => 60 + ((width - 80) * Math.log(i / low)) / Math.log(high / low);
   const Y = (r) => 350 - (330 * Math.log(r / bottom)) / Math.log(top / bottom);
   const parts = [axes(low, high, bottom, top, X, Y, width)];
