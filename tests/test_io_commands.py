@@ -29,6 +29,14 @@ def test_a_window_wider_than_the_problem_hides_keys_at_other_lengths():
     assert found[131072] / found[65536] == pytest.approx(2, rel=0.01)
 
 
+def test_top_left_is_another_problem_where_queries_and_keys_differ_in_number():
+    words = ("predict", "--shape", "1,1,64,16", "--len-k", "256", "--block-k", "16", "--schedule", "fa2", "--json")
+    (left,), (right,), (full,) = (json.loads(run(*words, *more)) for more in (["--top-left"], ["--causal"], []))
+    assert left["problem"].endswith("causal top-left")
+    assert left["bytes"] < right["bytes"] < full["bytes"] + 1
+    assert "predicted == counted" in run("count", "--shape", "1,1,64,16", "--len-k", "100", "--top-left")
+
+
 def test_json_holds_no_infinities():
     (found,) = json.loads(
         run("predict", "--shape", "0,1,8,64", "--schedule", "fa2", "--json"), parse_constant=pytest.fail

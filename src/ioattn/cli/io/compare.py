@@ -34,6 +34,7 @@ def compare(
     dim_v: o.DimV = None,
     dtype: o.Dtype = None,
     causal: o.Causal = False,
+    top_left: o.TopLeft = False,
     window: o.Window = None,
     backward: Annotated[bool, typer.Option("--backward", help="The backward's loops.")] = False,
     block_q: o.BlockQ = 64,
@@ -44,7 +45,14 @@ def compare(
     direction: Direction = "backward" if backward else "forward"
     with o.user_errors():
         problem = o.chosen_problem(
-            case, shape, dtype, kv_heads=kv_heads, len_k=len_k, dim_v=dim_v, causal=causal, window=window
+            case,
+            shape,
+            dtype,
+            kv_heads=kv_heads,
+            len_k=len_k,
+            dim_v=dim_v,
+            causal=o.aligned(causal, top_left),
+            window=window,
         )
         blocks = Blocks(block_q, block_k)
         sides = {name: line_bytes(problem, name, direction, blocks) for name in (first, second)}

@@ -30,6 +30,7 @@ def count(
     dim_v: o.DimV = None,
     dtype: o.Dtype = None,
     causal: o.Causal = False,
+    top_left: o.TopLeft = False,
     window: o.Window = None,
     schedule: Annotated[list[str] | None, typer.Option(help=f"Any of {', '.join(schedules.SCHEDULES)}; fa2.")] = None,
     backward: Annotated[bool, typer.Option("--backward", help="The backward, without its forward.")] = False,
@@ -59,7 +60,14 @@ def count(
                 o.alone(option, value, "with tensors, which have their own sizes")
             shape, kv_heads, len_k, dim_v, dtype = _sizes_of(given)
         problem = o.chosen_problem(
-            case, shape, dtype, kv_heads=kv_heads, len_k=len_k, dim_v=dim_v, causal=causal, window=window
+            case,
+            shape,
+            dtype,
+            kv_heads=kv_heads,
+            len_k=len_k,
+            dim_v=dim_v,
+            causal=o.aligned(causal, top_left),
+            window=window,
         )
         names = o.each("schedule", schedule or ["fa2"], schedules.SCHEDULES)
         blocks = Blocks(block_q, block_k, splits)
@@ -145,7 +153,8 @@ def _run(
         counted = schedules.count(problem, name, direction, inputs, blocks, sram, on_move)
     used = {n: x for n, x in inputs.items() if direction == "backward" or n != "dO"}
     title = f"{label(problem)}, {name} {direction}, blocks {blocks}"
-    return _Report(title, predicted, counted.traffic, check(problem, used, counted.results))
+    with o.busy("checking against float64"):
+        return _Report(title, predicted, counted.traffic, check(problem, used, counted.results))
 
 
 def random_inputs(problem: Problem, seed: int) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from ioattn.cli import words
 from ioattn.io.machine import Machine, machine_of, memory_size
 from ioattn.io.text import size
 from ioattn.masks import Band
-from ioattn.problem import Problem
+from ioattn.problem import Align, Problem
 
 # Typer reads the parsers; the annotations would make it ask for several words instead of one.
 Case = Annotated[str | None, typer.Option(metavar="NAME", help="A problem by name instead of --shape: see `cases`.")]
@@ -28,6 +28,7 @@ Dtype = Annotated[
     Any, typer.Option(parser=words.one_of(DTYPE_NAMES), metavar="|".join(DTYPE_NAMES), help="A case's own, else fp16.")
 ]
 Causal = Annotated[bool, typer.Option("--causal", help="Aligned bottom-right.")]
+TopLeft = Annotated[bool, typer.Option("--top-left", help="Causal, aligned top-left.")]
 Window = Annotated[Any, typer.Option(parser=words.window, metavar="LEFT,RIGHT", help="'none': unbounded.")]
 Sram = Annotated[Any, typer.Option(parser=words.n_bytes, metavar="BYTES", help="Such as 100K.")]
 BlockQ = Annotated[int, typer.Option(help="Queries of a tile.")]
@@ -107,6 +108,11 @@ def progress(title: str, total: int) -> Iterator[Any]:
     with Progress(console=Console(stderr=True), transient=True, disable=total < 2**24) as bar:
         task = bar.add_task(title, total=total)
         yield lambda n_bytes: bar.update(task, advance=n_bytes)
+
+
+def aligned(causal: bool, top_left: bool) -> bool | Align:
+    """What `attention` calls these options."""
+    return "top-left" if top_left else causal
 
 
 def named_case(case: str | None) -> NamedCase:

@@ -31,6 +31,7 @@ def predict(
     dim_v: o.DimV = None,
     dtype: o.Dtype = None,
     causal: o.Causal = False,
+    top_left: o.TopLeft = False,
     window: o.Window = None,
     schedule: Annotated[list[str] | None, typer.Option(help=f"Any of {', '.join(RIGHT_SCHEDULES)}; all.")] = None,
     backward: Annotated[bool, typer.Option("--backward", help="The backward, without its forward.")] = False,
@@ -52,7 +53,14 @@ def predict(
     """
     with o.user_errors():
         problem = o.chosen_problem(
-            case, shape, dtype, kv_heads=kv_heads, len_k=len_k, dim_v=dim_v, causal=causal, window=window
+            case,
+            shape,
+            dtype,
+            kv_heads=kv_heads,
+            len_k=len_k,
+            dim_v=dim_v,
+            causal=o.aligned(causal, top_left),
+            window=window,
         )
         direction: Direction = "backward" if backward else "forward"
         names = _schedules(schedule, direction)
@@ -60,7 +68,7 @@ def predict(
         if sweep_axis is not None:
             for option, value in (("best-blocks", best), ("measured-us", measured_us), ("results", results)):
                 o.alone(option, value, "with --sweep")
-            wide = dataclasses.replace(problem, band=o.chosen_band(case, shape, causal, window))
+            wide = dataclasses.replace(problem, band=o.chosen_band(case, shape, causal or top_left, window))
             series = {n: sweep(cast(Axis, sweep_axis), wide, on, n, direction, blocks) for n in names}
             _show_sweep(cast(Axis, sweep_axis), series, as_json, plot, theme)
             return
