@@ -12,8 +12,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from ioattn.cases import CASES
 from ioattn.cli.io import app
+from ioattn.io import decode
+from ioattn.io.decode import Decode
 from ioattn.io.tensors import read_tensor
+from ioattn.io.tiles import Blocks
+from ioattn.io.traffic import predict
 
 
 def run(*arguments: str, code: int = 0) -> str:
@@ -264,3 +269,40 @@ def test_importing_the_laboratory_loads_no_heavy_package():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "direction", "printed"),
+    [
+        ("naive", "forward", "194 MiB"),
+        ("fused-softmax", "forward", "130 MiB"),
+        ("fa2", "forward", "65 MiB"),
+        ("naive", "backward", "292 MiB"),
+        ("fused-softmax", "backward", "228 MiB"),
+        ("fa1", "backward", "163.5 MiB"),
+        ("fa2", "backward", "199.5 MiB"),
+        ("two-pass", "backward", "134.5 MiB"),
+    ],
+)
+def test_the_documents_totals_are_ours(schedule, direction, printed):
+    assert printed in DOCUMENT.read_text()
+    total = predict(CASES["chapter"].problem(), schedule, direction).total / 2**20
+    assert f"{total:.4g} MiB" == printed or f"{total:.0f} MiB" == printed
+
+
+def test_the_documents_shares_are_ours():
+    text = " ".join(DOCUMENT.read_text().split())
+    fa2 = predict(CASES["chapter"].problem(), "fa2", "backward")
+    assert "Two thirds of it are the fp32 sum of dQ" in text
+    assert fa2.of("dQ sum") / fa2.total == pytest.approx(2 / 3, abs=0.02)
+    one, cut = (decode.predict(Decode((131072,), 32, 8, 128, blocks=Blocks(64, 128, n))) for n in (1, 16))
+    paged = decode.predict(Decode((131072,), 32, 8, 128, page=16))
+    short = decode.predict(Decode((1024,), 32, 8, 128, blocks=Blocks(64, 128, 8)))
+    kv = one.of("K", "V")
+    shares = {
+        "read again, are {} of them": ((cut.total - kv) / kv, 2),
+        "tokens add {}.": (paged.of("table") / kv, 2),
+        "tile of 128 makes {}.": ((short.total - short.of("K", "V")) / short.of("K", "V"), 0),
+    }
+    for words, (share, digits) in shares.items():
+        assert words.format(f"{share:.{digits}%}") in text
