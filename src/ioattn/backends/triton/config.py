@@ -24,6 +24,8 @@ class Tiles(NamedTuple):
     num_stages: int
     precision: str = "ieee"
     """For float32: "ieee", or a sum of bf16 or TF32 products of the same accuracy. 16-bit products are exact."""
+    apart: bool = False
+    """dK and dV by a kernel each, where the sums of both leave no registers; S is then computed once more."""
 
 
 class Gpu(NamedTuple):

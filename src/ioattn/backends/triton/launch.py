@@ -46,6 +46,18 @@ MAX_PREPARED = 4096
 """Prepared calls that are remembered."""
 
 
+class Steps(NamedTuple):
+    """The kernels of a backward, in order; those of one list are handed the same arguments."""
+
+    delta: list[Prepared]
+    key: list[Prepared]
+    """dK and dV, or dK alone."""
+    value: list[Prepared]
+    """dV, where it has kernels of its own."""
+    query: list[Prepared]
+    bias: list[Prepared]
+
+
 class Prepared:
     """A kernel that only lacks the arguments which hold tensors; compiled when it is first called."""
 
@@ -93,16 +105,17 @@ def backward(
         if grads.dbias is not None:
             # The walk over keys leaves out what the band hides.
             grads.dbias.zero_()
-        given = backward_arguments(problem, tensors, out, lse, dout, dlse, (delta, totals), grads)
-        for kernels, arguments in zip(prepared[:3], given[:3], strict=True):
+        apart = bool(prepared.value)
+        given = backward_arguments(problem, tensors, out, lse, dout, dlse, (delta, totals), grads, apart)
+        for kernels, arguments in zip(prepared[:-1], given[:-1], strict=True):
             for kernel in kernels:
                 kernel(arguments)
         if totals is None:
             return
         weights = _sink_weights(tensors.sinks, lse)
         _make_delta(totals, delta, dlse, weights)
-        for (bias_gradient,), arguments in zip(prepared[3:], given[3:], strict=True):
-            bias_gradient(arguments)
+        for kernel in prepared.bias:
+            kernel(given[-1])
         if grads.dsinks is not None:
             # The sink is one more key whose value is zero: dsink = P_sink * (0 - delta), over batch and queries.
             terms = torch.where(weights == 0, 0, weights * totals)
@@ -138,8 +151,8 @@ def forward_arguments(problem: Problem, tensors: Tensors, out: Tensor, lse: Tens
 
 def prepare_backward(
     problem: Problem, tensors: Tensors, out: Tensor, dout: Tensor, grads: Gradients, gpu: Gpu | None
-) -> list[list[Prepared]]:
-    """The kernels that overwrite delta, dK and dV, dQ, and the bias's gradient, in order."""
+) -> Steps:
+    """The kernels that overwrite delta, dK and dV, dQ, and the bias's gradient."""
     wide = _is_wide(problem, tensors, (out, dout, *grads[:3]))
     formula = _formula(problem.terms)
     tiles, count, numbers, form = _launch(problem, tensors, "delta", wide, gpu)
@@ -148,13 +161,13 @@ def prepare_backward(
     tiles, count, numbers, form = _launch(problem, tensors, "key_value", wide, gpu)
     constant = (numbers, form, formula.step, formula.dstep)
     kernels = (key_value_kernel, repair_key_value_kernel)
-    key_value = _with_repair(problem, kernels, count * problem.kv_heads, constant, tiles)
+    key = _with_repair(problem, kernels, count * problem.kv_heads, constant, tiles)
+    value = _with_repair(problem, kernels, count * problem.kv_heads, constant, tiles) if tiles.apart else []
     tiles, count, numbers, form = _launch(problem, tensors, "query", wide, gpu)
     constant = (numbers, form, formula.step, formula.dstep)
     query = _with_repair(problem, (query_kernel, repair_query_kernel), count * problem.heads, constant, tiles)
-    if grads.dbias is None or _repeats_nothing(problem):
-        return [delta, key_value, query]
-    return [delta, key_value, query, [_prepare_bias(problem, tensors, wide, gpu)]]
+    alone = grads.dbias is None or _repeats_nothing(problem)
+    return Steps(delta, key, value, query, [] if alone else [_prepare_bias(problem, tensors, wide, gpu)])
 
 
 def backward_arguments(
@@ -166,8 +179,9 @@ def backward_arguments(
     dlse: Tensor | None,
     scratch: tuple[Tensor, Tensor | None],
     grads: Gradients,
+    apart: bool,
 ) -> list[tuple[Any, ...]]:
-    """The arguments that hold tensors, for each group of kernels in `prepare_backward`; scratch: delta and totals."""
+    """The arguments that hold tensors, for each of the `Steps`; scratch: delta and totals."""
     delta, totals = scratch
     packed = problem.packed
     inputs, dout_matrix, delta_rows = _inputs(problem, tensors), Matrix.of(dout, packed), Rows.of(delta, packed)
@@ -175,15 +189,15 @@ def backward_arguments(
     dbias = Matrix.maybe(grads.dbias)
     upstream = Upstream(dout_matrix, Rows.of(lse, packed), delta_rows)
     own_bias = dbias if _repeats_nothing(problem) else None
-    each: list[tuple[Any, ...]] = [
+    totals_rows = None if totals is None else Rows.of(totals, packed)
+    full_delta = delta_rows if totals_rows is None else totals_rows
+    return [
         (Matrix.of(out, packed), dout_matrix, None if dlse is None else Rows.of(dlse, packed), delta_rows),
-        (inputs, upstream, dk, dv),
-        (inputs, upstream, dq, own_bias, None if totals is None else Rows.of(totals, packed)),
+        (inputs, upstream, dk, None if apart else dv),
+        (inputs, upstream, None, dv),
+        (inputs, upstream, dq, own_bias, totals_rows),
+        (inputs, upstream._replace(delta=full_delta), dbias),
     ]
-    if own_bias is dbias:
-        return each
-    full_delta = delta_rows if totals is None else Rows.of(totals, packed)
-    return [*each, (inputs, upstream._replace(delta=full_delta), dbias)]
 
 
 def _prepare_bias(problem: Problem, tensors: Tensors, wide: bool, gpu: Gpu | None) -> Prepared:

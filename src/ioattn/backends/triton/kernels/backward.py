@@ -56,33 +56,53 @@ def delta_kernel(out, dout, dlse, delta, numbers, form: tl.constexpr):
 
 @triton.jit
 def key_value_kernel(inputs, upstream, dk, dv, numbers, form: tl.constexpr, step: tl.constexpr, dstep: tl.constexpr):
-    """Overwrite one tile of `dk` and `dv`: a walk over the queries that see it, of every head that shares it."""
+    """Overwrite one tile of `dk` and `dv`: a walk over the queries that see it, of every head that shares it.
+
+    One of the two may be None: then the other comes at the cost of one product, two of four, less than both.
+    """
     numbers = decoded(numbers)
     batch, kv_head, tile = place(numbers, False)
     seq = sequence_of(batch, inputs, numbers, form)
     task = Task(inputs, numbers, kv_head * form.GROUP, seq)
     if inputs.starts_q is not None and batch == numbers.batch:
-        clear_slack(dk, seq.start_k, numbers.rows_k, kv_head, tile, numbers, form.K)
-        clear_slack(dv, seq.start_k, numbers.rows_k, kv_head, tile, numbers, form.V)
+        if dk is not None:
+            clear_slack(dk, seq.start_k, numbers.rows_k, kv_head, tile, numbers, form.K)
+        if dv is not None:
+            clear_slack(dv, seq.start_k, numbers.rows_k, kv_head, tile, numbers, form.V)
         return
     k_start = tile * form.K.ROWS
     if k_start >= seq.len_k:
         return
     keys = load_keys(task, k_start, form, EDGE)
-    dk_tile = tl.zeros((form.K.ROWS, form.K.WIDTH), tl.float32)
-    dv_tile = tl.zeros((form.V.ROWS, form.V.WIDTH), tl.float32)
+    dk_tile = sum_for(dk, form.K)
+    dv_tile = sum_for(dv, form.V)
     ranges = query_ranges(k_start, task, form)
     for head in range(kv_head * form.GROUP, (kv_head + 1) * form.GROUP):
         task = Task(inputs, numbers, head, seq)
         for q_start in range(ranges.full_start, ranges.full_end, form.Q.ROWS):
             queries = load_queries(task, upstream, q_start, form, FULL)
-            dk_tile, dv_tile = add_queries(dk_tile, dv_tile, queries, keys, task, form, step, dstep, FULL)
+            dk_tile, dv_tile = add_queries(dk_tile, dv_tile, queries, keys, task, dk, dv, form, step, dstep, FULL)
         for edge in range(ranges.edges):
             queries = load_queries(task, upstream, edge_start(edge, ranges, form.Q.ROWS), form, EDGE)
-            dk_tile, dv_tile = add_queries(dk_tile, dv_tile, queries, keys, task, form, step, dstep, EDGE)
-    dk_tile *= numbers.scale
-    store_tile(dk_tile, dk, row_at(dk, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.K)
-    store_tile(dv_tile, dv, row_at(dv, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.V)
+            dk_tile, dv_tile = add_queries(dk_tile, dv_tile, queries, keys, task, dk, dv, form, step, dstep, EDGE)
+    store_keys(dk_tile, dv_tile, dk, dv, kv_head, k_start, task, form)
+
+
+@device
+def sum_for(matrix, box: tl.constexpr):
+    """Zeros for the sum of a tile, or for nothing."""
+    return tl.zeros((1, 1), tl.float32) if matrix is None else tl.zeros((box.ROWS, box.WIDTH), tl.float32)
+
+
+@device
+def store_keys(dk_tile, dv_tile, dk, dv, kv_head, k_start, task, form: tl.constexpr):
+    """Write the finished sums of a tile of keys."""
+    seq = task.seq
+    if dk is not None:
+        first = row_at(dk, seq.batch, kv_head, seq.start_k)
+        store_tile(dk_tile * task.numbers.scale, dk, first, k_start, seq.len_k, form.K)
+    if dv is not None:
+        store_tile(dv_tile, dv, row_at(dv, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.V)
 
 
 @device
@@ -92,6 +112,8 @@ def add_queries(
     queries,
     keys,
     task,
+    dk,
+    dv,
     form: tl.constexpr,
     step: tl.constexpr,
     dstep: tl.constexpr,
@@ -108,12 +130,14 @@ def add_queries(
         # Where a row's lse is NaN, exp has not made the hidden weights zero.
         visible = visible_at(row, col, task)
         weights = tl.where(visible, weights, 0.0)
-    dv_tile = dot(weights.to(keys.v.dtype), only_finite(queries.dout, KIND), dv_tile, form)
-    dscores = weights * (dot(keys.v, tl.trans(queries.dout), None, form) - queries.delta[None, :])
-    if KIND != FULL:
-        dscores = tl.where(visible, dscores, 0.0)
-    dproduct = dstep(dscores, product * task.numbers.scale, distance, operands)
-    dk_tile = dot(dproduct.to(keys.k.dtype), only_finite(queries.q, KIND), dk_tile, form)
+    if dv is not None:
+        dv_tile = dot(weights.to(keys.v.dtype), only_finite(queries.dout, KIND), dv_tile, form)
+    if dk is not None:
+        dscores = weights * (dot(keys.v, tl.trans(queries.dout), None, form) - queries.delta[None, :])
+        if KIND != FULL:
+            dscores = tl.where(visible, dscores, 0.0)
+        dproduct = dstep(dscores, product * task.numbers.scale, distance, operands)
+        dk_tile = dot(dproduct.to(keys.k.dtype), only_finite(queries.q, KIND), dk_tile, form)
     return dk_tile, dv_tile
 
 
