@@ -301,7 +301,7 @@ def _form(problem: Problem, tiles: Tiles, wide: bool) -> Form:
         BOTTOM_RIGHT=problem.align == "bottom-right",
         LATE=not problem.terms and not problem.sinks and problem.scale > 0,
         PRECISION=tiles.precision,
-        UPCAST=INTERPRETED and problem.dtype == torch.bfloat16,
+        EXACT=INTERPRETED,
     )
 
 

@@ -351,10 +351,13 @@ def weights_of(product, distance, operands, lse, task, form: tl.constexpr, step:
 @device
 def dot(a, b, acc, form: tl.constexpr):
     """a @ b, added to acc where there is one, in float32."""
-    if form.UPCAST:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision=form.PRECISION)
+    if form.EXACT:
+        product = tl.dot(a.to(tl.float64), b.to(tl.float64), out_dtype=tl.float64).to(tl.float32)
+        if acc is not None:
+            product += acc
+    else:
+        product = tl.dot(a, b, acc, input_precision=form.PRECISION)
+    return product
 
 
 @device
