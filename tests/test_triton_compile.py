@@ -21,6 +21,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from ioattn.backends.triton import config, launch  # noqa: E402
+from ioattn.backends.triton.call import Prepared  # noqa: E402
 from ioattn.backends.triton.config import Gpu  # noqa: E402
 
 # Compute capability: shared memory that one program may use (CUDA C++ Programming Guide, technical specifications).
@@ -41,7 +42,7 @@ class Kernel(NamedTuple):
     """One kernel as the host would launch it."""
 
     name: str
-    prepared: launch.Prepared
+    prepared: Prepared
     arguments: tuple[Any, ...]
     shared_bound: int
 

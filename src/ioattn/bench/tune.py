@@ -18,6 +18,7 @@ from torch import Tensor
 
 import ioattn
 from ioattn.backends.triton import config, launch
+from ioattn.backends.triton.call import Prepared
 from ioattn.backends.triton.config import Direction, Gpu, Tiles
 from ioattn.bench.run import TORCH_DTYPES
 from ioattn.bench.timer import alternate_on_gpu
@@ -109,7 +110,7 @@ def _prepare(trial: Trial, batch: int, heads: int, len_q: int, len_k: int) -> _R
     return _Run(lambda: _start(kernels), wanted, {"q": q, "k": k, "v": v, "dout": dout})
 
 
-def _start(kernels: Sequence[tuple[launch.Prepared, tuple[Any, ...]]]) -> None:
+def _start(kernels: Sequence[tuple[Prepared, tuple[Any, ...]]]) -> None:
     for kernel, arguments in kernels:
         kernel(arguments)
 

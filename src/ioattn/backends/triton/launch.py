@@ -8,6 +8,7 @@ inspection of every argument.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -30,6 +31,8 @@ from ioattn.backends.triton.arguments import (
     is_wide,
     padded,
 )
+from ioattn.backends.triton.call import INTERPRETED as INTERPRETED  # the backend asks for it
+from ioattn.backends.triton.call import Arguments, Call, Prepared
 from ioattn.backends.triton.config import Direction, Gpu, Tiles
 from ioattn.backends.triton.kernels.backward import bias_kernel, delta_kernel, key_value_kernel, query_kernel
 from ioattn.backends.triton.kernels.forward import forward_kernel
@@ -38,9 +41,6 @@ from ioattn.backends.triton.kernels.tiles import tanh
 from ioattn.compose import Formula, Function, fold
 from ioattn.problem import Gradients, Problem, Tensors
 from ioattn.scores import Term
-
-INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""Whether Triton runs kernels in its interpreter, on the CPU: decided when Triton is imported."""
 
 MAX_PREPARED = 4096
 """Prepared calls that are remembered."""
@@ -58,36 +58,19 @@ class Steps(NamedTuple):
     bias: list[Prepared]
 
 
-class Prepared:
-    """A kernel that only lacks the arguments which hold tensors; compiled when it is first called."""
-
-    def __init__(self, kernel: Any, programs: int, constant: tuple[Any, ...], tiles: Tiles) -> None:
-        self.kernel, self.programs, self.constant, self.tiles = kernel, programs, constant, tiles
-        self.runner: Callable[..., None] | None = None
-
-    def __call__(self, arguments: tuple[Any, ...]) -> None:
-        """Start the kernel on the current stream, if there is anything to do."""
-        if self.runner is not None:
-            self.runner(*arguments, *self.constant)
-        elif self.programs:
-            compiled = self.kernel[(self.programs,)](*arguments, *self.constant, **self.options)
-            if not INTERPRETED:
-                self.runner = compiled[(self.programs, 1, 1)]
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """How Triton compiles the kernel. Fused multiply-adds are wanted; Triton 3.10 turns their default around."""
-        return {"num_warps": self.tiles.num_warps, "num_stages": self.tiles.num_stages, "enable_fp_fusion": True}
-
-
 def forward(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None:
     """Write softmax(S) V to `out` and log(rowsum(exp(S))) to `lse`."""
-    key = ("forward", id(problem), *map(_layout, (*tensors, out, lse)))
-    prepared = _remember(key, problem, lambda: prepare_forward(problem, tensors, out, gpu_of(problem.device)))
+    every = (*tensors, out, lse)
+
+    def prepare() -> Call:
+        def describe(x: Sequence[Any]) -> list[Arguments]:
+            return [forward_arguments(problem, Tensors(*x[:-2]), *x[-2:])]
+
+        return Call([prepare_forward(problem, tensors, out, gpu_of(problem.device))], describe, every)
+
+    call = _remember(("forward", id(problem), *map(_layout, every)), problem, prepare)
     with _on(problem.device):
-        arguments = forward_arguments(problem, tensors, out, lse)
-        for kernel in prepared:
-            kernel(arguments)
+        call(every)
 
 
 def backward(
@@ -97,25 +80,33 @@ def backward(
     delta = torch.empty_like(lse)
     repeated_bias = grads.dbias is not None and not _repeats_nothing(problem)
     totals = torch.empty_like(lse) if repeated_bias or grads.dsinks is not None else None
-    key = ("backward", id(problem), *map(_layout, (*tensors, out, lse, dout, dlse, *grads)))
-    prepared = _remember(
-        key, problem, lambda: prepare_backward(problem, tensors, out, dout, grads, gpu_of(problem.device))
-    )
+    every = (*tensors, *grads, out, lse, dout, dlse, delta, totals)
+
+    def prepare() -> tuple[Call, Call]:
+        steps = prepare_backward(problem, tensors, out, dout, grads, gpu_of(problem.device))
+
+        def describe(x: Sequence[Any]) -> list[Arguments]:
+            count = len(Tensors._fields)
+            inputs, gradients = Tensors(*x[:count]), Gradients(*x[count:-6])
+            out, lse, dout, dlse = x[-6:-2]
+            return backward_arguments(
+                problem, inputs, out, lse, dout, dlse, (x[-2], x[-1]), gradients, bool(steps.value)
+            )
+
+        before = Call(steps[:-1], lambda x: describe(x)[:-1], every)
+        return before, Call([steps.bias], lambda x: describe(x)[-1:], every)
+
+    before, bias_gradient = _remember(("backward", id(problem), *map(_layout, every)), problem, prepare)
     with _on(problem.device):
         if grads.dbias is not None:
             # The walk over keys leaves out what the band hides.
             grads.dbias.zero_()
-        apart = bool(prepared.value)
-        given = backward_arguments(problem, tensors, out, lse, dout, dlse, (delta, totals), grads, apart)
-        for kernels, arguments in zip(prepared[:-1], given[:-1], strict=True):
-            for kernel in kernels:
-                kernel(arguments)
+        before(every)
         if totals is None:
             return
         weights = _sink_weights(tensors.sinks, lse)
         _make_delta(totals, delta, dlse, weights)
-        for kernel in prepared.bias:
-            kernel(given[-1])
+        bias_gradient(every)
         if grads.dsinks is not None:
             # The sink is one more key whose value is zero: dsink = P_sink * (0 - delta), over batch and queries.
             terms = torch.where(weights == 0, 0, weights * totals)
@@ -132,7 +123,7 @@ def prepare_forward(problem: Problem, tensors: Tensors, out: Tensor, gpu: Gpu | 
 
 
 def _with_repair(
-    problem: Problem, kernels: tuple[Any, Any], tiles_per_sequence: int, constant: tuple[Any, ...], tiles: Tiles
+    problem: Problem, kernels: tuple[Any, Any], tiles_per_sequence: int, constant: Arguments, tiles: Tiles
 ) -> list[Prepared]:
     """A kernel, and where something is hidden the one that repairs what it wrote."""
     main, repair = kernels
@@ -144,7 +135,7 @@ def _with_repair(
     return prepared
 
 
-def forward_arguments(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
+def forward_arguments(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> Arguments:
     """The arguments of the forward kernel that hold tensors."""
     return (_inputs(problem, tensors), Matrix.of(out, problem.packed), Rows.of(lse, problem.packed))
 
@@ -180,7 +171,7 @@ def backward_arguments(
     scratch: tuple[Tensor, Tensor | None],
     grads: Gradients,
     apart: bool,
-) -> list[tuple[Any, ...]]:
+) -> list[Arguments]:
     """The arguments that hold tensors, for each of the `Steps`; scratch: delta and totals."""
     delta, totals = scratch
     packed = problem.packed
@@ -360,7 +351,7 @@ def _remember(key: Any, problem: Problem, make: Callable[[], T]) -> T:
 
 def _layout(x: Tensor | None) -> Any:
     """All that a compiled kernel takes for granted of a tensor that the problem does not say."""
-    return None if x is None else (x.stride(), x.data_ptr() % 16)
+    return x if x is None else (x.stride(), x.data_ptr() & 15)
 
 
 @lru_cache
@@ -373,6 +364,11 @@ def gpu_of(device: torch.device) -> Gpu | None:
     return Gpu(capability, shared_memory)
 
 
+_nothing: AbstractContextManager[None] = nullcontext()
+
+
 def _on(device: torch.device) -> Any:
     """Triton launches on the current device: make it the tensors'."""
-    return torch.cuda.device(device.index if device.type == "cuda" else -1)
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _nothing
+    return torch.cuda.device(device)
