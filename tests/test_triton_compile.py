@@ -75,8 +75,8 @@ def kernels(
     grads = Gradients(*map(torch.empty_like, (q, k, v)), dbias)
     steps = launch.prepare_backward(problem, tensors, out, out, grads, gpu(sm))
     groups = [launch.prepare_forward(problem, tensors, out, gpu(sm)), *steps]
-    given = [launch.forward_arguments(problem, tensors, out, lse)]
-    given += launch.backward_arguments(problem, tensors, out, lse, out, None, (lse, lse), grads, bool(steps.value))
+    given = [launch.forward_arguments(problem, tensors, out, lse, lse)]
+    given += launch.backward_arguments(problem, tensors, out, lse, out, None, (lse, lse, lse), grads, bool(steps.value))
     directions = ("forward", "delta", "key_value", "key_value", "query", "bias")
     for direction, group, arguments in zip(directions, groups, given, strict=True):
         if not group:

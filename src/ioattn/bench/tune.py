@@ -61,7 +61,7 @@ def trials(gpu: Gpu) -> Iterator[Trial]:
 
 
 def _tiles(direction: Direction, dtype: str, dim: int) -> Iterator[Tiles]:
-    precisions = ("ieee",) if dtype == "bf16" else ("bf16x6", "tf32x3")
+    precisions = ("ieee",) if dtype == "bf16" else ("bf16x6", "fp16x3")
     for rows, warps in ((64, 4), (128, 8), (128, 4)):
         for other, stages, precision in itertools.product((16, 32, 64, 128), (1, 2, 3, 4), precisions):
             for apart in (False, True) if direction == "key_value" else (False,):
@@ -99,8 +99,11 @@ def _prepare(trial: Trial, batch: int, heads: int, len_q: int, len_k: int) -> _R
         steps = launch.prepare_backward(problem, tensors, out, dout, grads, gpu)
     finally:
         config.choose = choose
-    given = launch.backward_arguments(problem, tensors, out, lse, dout, None, (delta, None), grads, bool(steps.value))
-    kernels = [(kernel, launch.forward_arguments(problem, tensors, out, lse)) for kernel in forward]
+    tops = launch.tops_of(problem, tensors, [forward, *steps], dout)
+    given = launch.backward_arguments(
+        problem, tensors, out, lse, dout, None, (delta, None, tops), grads, bool(steps.value)
+    )
+    kernels = [(kernel, launch.forward_arguments(problem, tensors, out, lse, tops)) for kernel in forward]
     if trial.direction != "forward":
         _start(kernels + [(kernel, given[0]) for kernel in steps.delta])
         at = (1, 2) if trial.direction == "key_value" else (3,)

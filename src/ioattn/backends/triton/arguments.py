@@ -68,6 +68,8 @@ class Inputs(NamedTuple):
     lo: Scalar
     hi: Scalar
     softcap: Scalar
+    tops: Scalar
+    """The largest absolute values of q, k, v, dout and dlse, `(5, B, Hk)`, where products are "fp16x3"."""
 
 
 class Upstream(NamedTuple):

@@ -23,7 +23,7 @@ class Tiles(NamedTuple):
     num_warps: int
     num_stages: int
     precision: str = "ieee"
-    """For float32: "ieee", or a sum of bf16 or TF32 products of the same accuracy. 16-bit products are exact."""
+    """For float32: "ieee", or a sum of bf16, fp16 or TF32 products of that accuracy. 16-bit products are exact."""
     apart: bool = False
     """dK and dV by a kernel each, where the sums of both leave no registers; S is then computed once more."""
 
@@ -62,6 +62,9 @@ DELTA = Tiles(64, 64, 4, 1)
 """Any: the kernel reads two tensors once."""
 
 X6 = "bf16x6"
+
+FP16X3 = "fp16x3"
+"""Three products of halves in fp16, scaled; only where nothing but the band hides anything: see `kernels.tiles`."""
 
 TABLE: dict[tuple[Family, Direction, int], tuple[Row, ...]] = {
     ("wgmma", "forward", 2): (
@@ -141,6 +144,8 @@ def choose(problem: Problem, direction: Direction, gpu: Gpu | None) -> Tiles:
     width = max(padded(problem.dim), padded(problem.dim_v))
     rows = TABLE[gpu.family, row_of, problem.dtype.itemsize]
     choices = next(row.choices for row in rows if width <= row.max_width)
+    if not _may_split(problem):
+        choices = tuple(t for t in choices if t.precision != FP16X3)
     tiles = next((t for t in choices if shared_bytes(problem, direction, t, gpu) <= gpu.shared_memory), choices[-1])
     while shared_bytes(problem, direction, tiles, gpu) > gpu.shared_memory and _smaller(tiles) != tiles:
         tiles = _smaller(tiles)
@@ -149,6 +154,12 @@ def choose(problem: Problem, direction: Direction, gpu: Gpu | None) -> Tiles:
         # GPU's newer instructions.
         tiles = Tiles(min(tiles.q_tile, 32), min(tiles.k_tile, 32), 4, 1, tiles.precision)
     return tiles
+
+
+def _may_split(problem: Problem) -> bool:
+    """Whether "fp16x3" applies: the gradients of bias and sinks are not repaired, and slack has no place in maxima."""
+    absent = problem.bias is None and problem.mask is None and not problem.sinks and not problem.packed
+    return absent and min(problem.batch, problem.len_q, problem.len_k) > 0
 
 
 def objections(problem: Problem, gpu: Gpu | None) -> list[str]:

@@ -64,13 +64,14 @@ def forward(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> Non
 
     def prepare() -> Call:
         def describe(x: Sequence[Any]) -> list[Arguments]:
-            return [forward_arguments(problem, Tensors(*x[:-2]), *x[-2:])]
+            return [forward_arguments(problem, Tensors(*x[:-3]), *x[-3:])]
 
-        return Call([prepare_forward(problem, tensors, out, gpu_of(problem.device))], describe, every)
+        kernels = prepare_forward(problem, tensors, out, gpu_of(problem.device))
+        return Call([kernels], describe, (*every, _room_for_tops(problem, [kernels])))
 
     call = _remember(("forward", id(problem), *map(_layout, every)), problem, prepare)
     with _on(problem.device):
-        call(every)
+        call((*every, tops_of(problem, tensors, call.groups)))
 
 
 def backward(
@@ -87,26 +88,26 @@ def backward(
 
         def describe(x: Sequence[Any]) -> list[Arguments]:
             count = len(Tensors._fields)
-            inputs, gradients = Tensors(*x[:count]), Gradients(*x[count:-6])
-            out, lse, dout, dlse = x[-6:-2]
-            return backward_arguments(
-                problem, inputs, out, lse, dout, dlse, (x[-2], x[-1]), gradients, bool(steps.value)
-            )
+            inputs, gradients = Tensors(*x[:count]), Gradients(*x[count:-7])
+            out, lse, dout, dlse = x[-7:-3]
+            return backward_arguments(problem, inputs, out, lse, dout, dlse, x[-3:], gradients, bool(steps.value))
 
-        before = Call(steps[:-1], lambda x: describe(x)[:-1], every)
-        return before, Call([steps.bias], lambda x: describe(x)[-1:], every)
+        example = (*every, _room_for_tops(problem, steps))
+        before = Call(steps[:-1], lambda x: describe(x)[:-1], example)
+        return before, Call([steps.bias], lambda x: describe(x)[-1:], example)
 
     before, bias_gradient = _remember(("backward", id(problem), *map(_layout, every)), problem, prepare)
     with _on(problem.device):
         if grads.dbias is not None:
             # The walk over keys leaves out what the band hides.
             grads.dbias.zero_()
-        before(every)
+        everything = (*every, tops_of(problem, tensors, before.groups, dout, dlse))
+        before(everything)
         if totals is None:
             return
         weights = _sink_weights(tensors.sinks, lse)
         _make_delta(totals, delta, dlse, weights)
-        bias_gradient(every)
+        bias_gradient(everything)
         if grads.dsinks is not None:
             # The sink is one more key whose value is zero: dsink = P_sink * (0 - delta), over batch and queries.
             terms = torch.where(weights == 0, 0, weights * totals)
@@ -125,19 +126,23 @@ def prepare_forward(problem: Problem, tensors: Tensors, out: Tensor, gpu: Gpu | 
 def _with_repair(
     problem: Problem, kernels: tuple[Any, Any], tiles_per_sequence: int, constant: Arguments, tiles: Tiles
 ) -> list[Prepared]:
-    """A kernel, and where something is hidden the one that repairs what it wrote."""
+    """A kernel, and where something is hidden or may overflow the one that repairs what it wrote."""
     main, repair = kernels
+    numbers, form, *formula = constant
+    halves = tiles.precision == config.FP16X3
     # The tiles of one sequence more clear what lies behind the last packed one.
     prepared = [Prepared(main, tiles_per_sequence * (problem.batch + problem.packed), constant, tiles)]
-    if problem.band.bounded or problem.mask is not None:
+    if problem.band.bounded or problem.mask is not None or halves:
         # Without a pipeline, so that it needs no more shared memory than the kernel that it repairs.
-        prepared.append(Prepared(repair, tiles_per_sequence * problem.batch, constant, tiles._replace(num_stages=1)))
+        careful = tiles._replace(num_stages=1, precision=config.X6 if halves else tiles.precision)
+        constant = (numbers, form._replace(PRECISION=careful.precision), *formula)
+        prepared.append(Prepared(repair, tiles_per_sequence * problem.batch, constant, careful))
     return prepared
 
 
-def forward_arguments(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> Arguments:
+def forward_arguments(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, tops: Tensor | None) -> Arguments:
     """The arguments of the forward kernel that hold tensors."""
-    return (_inputs(problem, tensors), Matrix.of(out, problem.packed), Rows.of(lse, problem.packed))
+    return (_inputs(problem, tensors, tops), Matrix.of(out, problem.packed), Rows.of(lse, problem.packed))
 
 
 def prepare_backward(
@@ -168,14 +173,15 @@ def backward_arguments(
     lse: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
-    scratch: tuple[Tensor, Tensor | None],
+    scratch: Sequence[Tensor | None],
     grads: Gradients,
     apart: bool,
 ) -> list[Arguments]:
-    """The arguments that hold tensors, for each of the `Steps`; scratch: delta and totals."""
-    delta, totals = scratch
+    """The arguments that hold tensors, for each of the `Steps`; scratch: delta, totals and tops."""
+    delta, totals, tops = scratch
+    assert delta is not None
     packed = problem.packed
-    inputs, dout_matrix, delta_rows = _inputs(problem, tensors), Matrix.of(dout, packed), Rows.of(delta, packed)
+    inputs, dout_matrix, delta_rows = _inputs(problem, tensors, tops), Matrix.of(dout, packed), Rows.of(delta, packed)
     dq, dk, dv = (Matrix.of(x, packed) for x in grads[:3])
     dbias = Matrix.maybe(grads.dbias)
     upstream = Upstream(dout_matrix, Rows.of(lse, packed), delta_rows)
@@ -241,14 +247,43 @@ def _launch(
     return tiles, count, _numbers(problem, tensors, heads, count), _form(problem, tiles, wide)
 
 
-def _inputs(problem: Problem, tensors: Tensors) -> Inputs:
+def _wants_tops(groups: Sequence[Sequence[Prepared]]) -> bool:
+    return any(kernel.tiles.precision == config.FP16X3 for kernels in groups for kernel in kernels)
+
+
+def _room_for_tops(problem: Problem, groups: Sequence[Sequence[Prepared]]) -> Tensor | None:
+    if not _wants_tops(groups):
+        return None
+    return torch.empty((5, problem.batch, problem.kv_heads), device=problem.device)
+
+
+def tops_of(
+    problem: Problem,
+    tensors: Tensors,
+    groups: Sequence[Sequence[Prepared]],
+    dout: Tensor | None = None,
+    dlse: Tensor | None = None,
+) -> Tensor | None:
+    """The largest absolute values of q, k, v, dout and dlse, per batch and key/value head, NaN where there is one."""
+    tops = _room_for_tops(problem, groups)
+    if tops is not None:
+        for i, x in enumerate((*tensors[:3], dout, dlse)):
+            if x is None:
+                tops[i].zero_()
+            else:
+                grouped = x.unflatten(1, (problem.kv_heads, -1))
+                torch.linalg.vector_norm(grouped, torch.inf, tuple(range(2, grouped.dim())), out=tops[i])
+    return tops
+
+
+def _inputs(problem: Problem, tensors: Tensors, tops: Tensor | None) -> Inputs:
     q, k, v, bias, mask, slopes, sinks, starts_q, starts_k = tensors
     packed = problem.packed
     qkv = (Matrix.of(q, packed), Matrix.of(k, packed), Matrix.of(v, packed))
     per_head = (_in_a_row(slopes), _in_a_row(sinks), _in_a_row(starts_q), _in_a_row(starts_k))
     lo, hi = _limits(problem)
     softcap = None if problem.softcap is None else float(problem.softcap)
-    return Inputs(*qkv, Matrix.maybe(bias), Matrix.maybe(mask), *per_head, lo, hi, softcap)
+    return Inputs(*qkv, Matrix.maybe(bias), Matrix.maybe(mask), *per_head, lo, hi, softcap, tops)
 
 
 def _in_a_row(x: Tensor | None) -> Tensor | None:

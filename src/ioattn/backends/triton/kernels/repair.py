@@ -32,6 +32,7 @@ from ioattn.backends.triton.kernels.tiles import (
     place,
     query_ranges,
     row_at,
+    scales_of,
     sequence_of,
     store_tile,
     visible_at,
@@ -44,7 +45,8 @@ def repair_forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: t
     numbers = decoded(numbers)
     batch, head, tile = place(numbers, inputs.hi is not None)
     seq = sequence_of(batch, inputs, numbers, form)
-    task = Task(inputs, numbers, head, seq)
+    scales = scales_of(inputs, seq.batch, head // form.GROUP, numbers, numbers.heads // form.GROUP, form)
+    task = Task(inputs, numbers, head, seq, scales)
     q_start = tile * form.Q.ROWS
     if q_start >= seq.len_q:
         return
@@ -84,13 +86,14 @@ def repair_key_value_kernel(
         return
     if is_finite_at(dk, kv_head, k_start, seq, form.K) & is_finite_at(dv, kv_head, k_start, seq, form.V):
         return
-    task = Task(inputs, numbers, kv_head * form.GROUP, seq)
+    scales = scales_of(inputs, seq.batch, kv_head, numbers, numbers.heads, form)
+    task = Task(inputs, numbers, kv_head * form.GROUP, seq, scales)
     keys = load_keys(task, k_start, form, EDGE)
     dk_tile = sum_for(dk, form.K)
     dv_tile = sum_for(dv, form.V)
     ranges = every_tile(query_ranges(k_start, task, form), form.Q.ROWS)
     for head in range(kv_head * form.GROUP, (kv_head + 1) * form.GROUP):
-        task = Task(inputs, numbers, head, seq)
+        task = Task(inputs, numbers, head, seq, scales)
         for edge in range(ranges.edges):
             queries = load_queries(task, upstream, edge_start(edge, ranges, form.Q.ROWS), form, EDGE)
             dk_tile, dv_tile = add_queries(dk_tile, dv_tile, queries, keys, task, dk, dv, form, step, dstep, EXACT)
@@ -131,7 +134,8 @@ def repair_query_kernel(
     numbers = decoded(numbers)
     batch, head, tile = place(numbers, inputs.hi is not None)
     seq = sequence_of(batch, inputs, numbers, form)
-    task = Task(inputs, numbers, head, seq)
+    scales = scales_of(inputs, seq.batch, head // form.GROUP, numbers, numbers.heads // form.GROUP, form)
+    task = Task(inputs, numbers, head, seq, scales)
     q_start = tile * form.Q.ROWS
     if q_start >= seq.len_q:
         return
