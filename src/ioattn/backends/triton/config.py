@@ -185,7 +185,10 @@ def shared_bytes(problem: Problem, direction: Direction, tiles: Tiles, gpu: Gpu)
     extra = scores * (_bias_size(problem) + (problem.mask is not None)) + 2 * 4 * tiles.q_tile
     stages = 1 if direction == "bias" else tiles.num_stages
     total = stages * (walked * size + extra) + kept * size
-    if size == 4:
+    if tiles.precision == FP16X3:
+        # What is kept lies in three bf16 parts for the edges, and where heads share a key in two halves besides.
+        total += kept * (6 if direction == "key_value" else 2)
+    elif size == 4:
         # Operands in three bf16 parts, of which some go through shared memory; measured, rounded up.
         total += 2 * (scores + max(q_rows, k_rows))
     if gpu.tensor_memory:
