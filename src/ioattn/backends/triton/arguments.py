@@ -137,12 +137,6 @@ class Form(NamedTuple):
     LATE: bool
     """The scores stay Q K^T, and the scale is applied inside of the exponential: one multiplication less per score."""
     PRECISION: str
-    EXACT: bool
-    """Products are formed in float64: for Triton's interpreter, which cannot multiply bfloat16.
-
-    In float32, NumPy sums an element of a product in an order that depends on its place in the tile, so that forward
-    and backward would see different scores of one pair: by 3 units in the last place where all numbers are equal.
-    """
 
 
 WIDE_STRIDE = 2**31 // 512

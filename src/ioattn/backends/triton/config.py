@@ -55,7 +55,7 @@ class Row(NamedTuple):
     why: str
 
 
-INTERPRETER = Tiles(32, 64, 4, 1)
+INTERPRETER = Tiles(64, 64, 4, 1)
 """For Triton's interpreter: small, so that small cases cross many tiles."""
 
 DELTA = Tiles(64, 64, 4, 1)

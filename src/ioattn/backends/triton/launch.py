@@ -327,7 +327,6 @@ def _form(problem: Problem, tiles: Tiles, wide: bool) -> Form:
         BOTTOM_RIGHT=problem.align == "bottom-right",
         LATE=not problem.terms and not problem.sinks and problem.scale > 0,
         PRECISION=tiles.precision,
-        EXACT=INTERPRETED,
     )
 
 

@@ -29,6 +29,7 @@ from ioattn.backends.triton.kernels.tiles import (
     operands_at,
     place,
     query_ranges,
+    rounded,
     row_at,
     scales_of,
     sequence_of,
@@ -215,7 +216,7 @@ def add_keys(
     if dbias is not None:
         pointers = row_at(dbias, task.seq.batch, task.head, row.to(tl.int64)) + col.to(tl.int64) * dbias.column
         exists = (row < task.seq.len_q) & (col < task.seq.len_k)
-        tl.store(pointers, dscores.to(dbias.ptr.dtype.element_ty), mask=exists)
+        tl.store(pointers, rounded(dscores, dbias.ptr.dtype.element_ty), mask=exists)
     if totals is not None:
         total += tl.sum(dscores, 1)
     dproduct = dstep(dscores, product * task.numbers.scale, distance, operands)
@@ -267,12 +268,12 @@ def bias_kernel(
     pointers = row_at(dbias, own_batch.to(tl.int64), own_head.to(tl.int64), 0) + column.to(tl.int64) * dbias.column
     exists = column < numbers.len_k
     if ONE_ROW:
-        tl.store(pointers, tl.sum(total, 0).to(dbias.ptr.dtype.element_ty), mask=exists)
+        tl.store(pointers, rounded(tl.sum(total, 0), dbias.ptr.dtype.element_ty), mask=exists)
     else:
         row = own_tile * form.Q.ROWS + tl.arange(0, form.Q.ROWS)
         pointers = pointers[None, :] + row.to(tl.int64)[:, None] * dbias.row
         exists = exists[None, :] & (row < numbers.len_q)[:, None]
-        tl.store(pointers, total.to(dbias.ptr.dtype.element_ty), mask=exists)
+        tl.store(pointers, rounded(total, dbias.ptr.dtype.element_ty), mask=exists)
 
 
 @device

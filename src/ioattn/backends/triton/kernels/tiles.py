@@ -13,7 +13,9 @@ import triton.language as tl
 
 from ioattn.backends.triton.arguments import Numbers
 
-device = (lambda function: function) if triton.knobs.runtime.interpret else triton.jit
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+device = (lambda function: function) if INTERPRETED.value else triton.jit
 """Decorates what kernels call. Not in the interpreter: it patches all of `tl` for each call of a decorated function."""
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -253,7 +255,17 @@ def load_tile(matrix, first, start, n, box: tl.constexpr, KIND: tl.constexpr):
 def store_tile(value, matrix, first, start, n, box: tl.constexpr):
     """Overwrite what exists of a tile, in the matrix's type."""
     pointers = pointers_at(matrix, first, start, box)
-    tl.store(pointers, value.to(matrix.ptr.dtype.element_ty), mask=exists_at(start, n, box))
+    tl.store(pointers, rounded(value, matrix.ptr.dtype.element_ty), mask=exists_at(start, n, box))
+
+
+@device
+def rounded(x, DTYPE: tl.constexpr):
+    """x in another type, rounded to nearest; the interpreter alone cuts bits off where that is bfloat16."""
+    if INTERPRETED and DTYPE == tl.bfloat16 and x.dtype == tl.float32:  # noqa: SIM300
+        bits = x.to(tl.int32, bitcast=True)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        x = tl.where(x == x, (bits & -65536).to(tl.float32, bitcast=True), x)
+    return x.to(DTYPE)
 
 
 @device
@@ -407,7 +419,7 @@ def multiply(
     everything NaN, and is the business of `repair.py`.
     """
     if form.PRECISION != FP16X3:
-        product = dot(a.to(b.dtype), tl.trans(b) if TRANSPOSED else b, acc, form)
+        product = dot(rounded(a, b.dtype), tl.trans(b) if TRANSPOSED else b, acc, form)
     elif KIND != FULL:
         product = dot(a * a_scale, tl.trans(b * b_scale) if TRANSPOSED else b * b_scale, acc, form)
     else:
@@ -441,8 +453,12 @@ def unscaled(a_scale, b_scale):
 
 @device
 def dot(a, b, acc, form: tl.constexpr):
-    """a @ b, added to acc where there is one, in float32."""
-    if form.EXACT:
+    """a @ b, added to acc where there is one, in float32.
+
+    In float64 in the interpreter. It cannot multiply bfloat16, and NumPy sums an element of a float32 product in an
+    order that depends on its place in the tile: forward and backward would see different scores of one pair.
+    """
+    if INTERPRETED:
         product = tl.dot(a.to(tl.float64), b.to(tl.float64), out_dtype=tl.float64).to(tl.float32)
         if acc is not None:
             product += acc
