@@ -27,6 +27,11 @@ class Target:
     def __str__(self) -> str:
         return f"{self.name}-{self.device}"
 
+    @property
+    def interpreted(self) -> bool:
+        """Whether kernels run in Triton's interpreter, where each tile takes 10 ms and sizes have to be small."""
+        return self.name == "triton" and self.device == "cpu"
+
 
 @dataclass(frozen=True)
 class Shape:

@@ -138,6 +138,46 @@ def _in_direction(goals: Iterable[Goal], direction: str) -> list[Goal]:
     return [goal for goal in kept if goal.directions]
 
 
+@app.command()
+def tune(
+    only: Annotated[str, typer.Option("--only", help="Trials whose line matches this expression.")] = ".",
+    seconds: Annotated[
+        float, typer.Option("--seconds", help="Check trials for 60% of this time, then time them.")
+    ] = 3600,
+    rounds: Annotated[int, typer.Option("--rounds", help="How often each trial is timed.")] = 10,
+    processes: Annotated[int, typer.Option("--processes", help="How many compile kernels.")] = 8,
+) -> None:
+    """Time the Triton backend's kernels with other tiles on this GPU, and print the rows of its table.
+
+    Each trial is compared with float64 first; a wrong one is named and not timed.
+    """
+    _require_gpu("triton")
+    from ioattn.backends.triton import launch
+    from ioattn.bench import tune
+
+    start = time.monotonic()
+    gpu = launch.gpu_of(torch.device("cuda", torch.cuda.current_device()))
+    if gpu is None:
+        raise typer.BadParameter("TRITON_INTERPRET is set: nothing here would run on the GPU")
+    wanted = [trial for trial in tune.trials(gpu) if re.search(only, str(trial))]
+    right = []
+    for trial, fault in tune.check_all(wanted, processes):
+        if fault is None:
+            right.append(trial)
+        else:
+            typer.echo(f"{trial}: {fault}")
+        if time.monotonic() > start + 0.6 * seconds:
+            typer.echo(f"{len(wanted) - len(right)} trials are wrong or were not checked in time")
+            break
+    rates = {}
+    for trial in sorted(right):
+        if time.monotonic() < start + seconds:
+            rates[trial] = tune.rate_of(trial, rounds)
+            typer.echo(f"{rates[trial]:7.1f}  {trial}")
+    for line in tune.table_rows(rates, torch.cuda.get_device_name()):
+        typer.echo(line)
+
+
 def _require_gpu(backend: str) -> None:
     registry.check_name(backend)
     reason = registry.unusable(backend)

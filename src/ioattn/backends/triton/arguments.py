@@ -68,6 +68,8 @@ class Inputs(NamedTuple):
     lo: Scalar
     hi: Scalar
     softcap: Scalar
+    tops: Scalar
+    """The largest absolute values of q, k, v, dout and dlse, `(5, B, Hk)`, where products are "fp16x3"."""
 
 
 class Upstream(NamedTuple):
@@ -135,8 +137,6 @@ class Form(NamedTuple):
     LATE: bool
     """The scores stay Q K^T, and the scale is applied inside of the exponential: one multiplication less per score."""
     PRECISION: str
-    UPCAST: bool
-    """Products of 16-bit numbers are formed in float32: Triton's interpreter cannot multiply bfloat16."""
 
 
 WIDE_STRIDE = 2**31 // 512

@@ -23,7 +23,9 @@ class Tiles(NamedTuple):
     num_warps: int
     num_stages: int
     precision: str = "ieee"
-    """For float32: "ieee", or a sum of bf16 or TF32 products of the same accuracy. 16-bit products are exact."""
+    """For float32: "ieee", or a sum of bf16, fp16 or TF32 products of that accuracy. 16-bit products are exact."""
+    apart: bool = False
+    """dK and dV by a kernel each, where the sums of both leave no registers; S is then computed once more."""
 
 
 class Gpu(NamedTuple):
@@ -53,7 +55,7 @@ class Row(NamedTuple):
     why: str
 
 
-INTERPRETER = Tiles(32, 64, 4, 1)
+INTERPRETER = Tiles(64, 64, 4, 1)
 """For Triton's interpreter: small, so that small cases cross many tiles."""
 
 DELTA = Tiles(64, 64, 4, 1)
@@ -61,35 +63,38 @@ DELTA = Tiles(64, 64, 4, 1)
 
 X6 = "bf16x6"
 
+FP16X3 = "fp16x3"
+"""Three products of halves in fp16, scaled; only where nothing but the band hides anything: see `kernels.tiles`."""
+
 TABLE: dict[tuple[Family, Direction, int], tuple[Row, ...]] = {
     ("wgmma", "forward", 2): (
-        Row(64, (Tiles(128, 64, 4, 3),), "248 registers, no spills; 128 keys spill"),
-        Row(128, (Tiles(128, 128, 8, 2), Tiles(128, 64, 8, 2)), "no spills in the loops; 160 KiB"),
-        Row(256, (Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 1)), "no spills in the loops; 192 KiB"),
+        Row(64, (Tiles(64, 64, 4, 3),), "431 / 365; 128 queries on 8 warps 417 / 270"),
+        Row(128, (Tiles(128, 128, 8, 2), Tiles(128, 64, 8, 2)), "425 / 370; 64 keys, 3 stages 404 / 374"),
+        Row(256, (Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 1)), "384 / 355; 32 keys 270 / 253"),
     ),
     ("wgmma", "key_value", 2): (
-        Row(64, (Tiles(64, 128, 8, 2),), "no spills; 128 queries spill 144 times per step"),
-        Row(128, (Tiles(64, 128, 8, 2), Tiles(64, 64, 8, 1)), "13 spills per step, 0 without a pipeline"),
-        Row(256, (Tiles(32, 64, 8, 2), Tiles(32, 32, 4, 1)), "no spills; 64 queries spill 53 times per step"),
+        Row(64, (Tiles(64, 64, 4, 2),), "401 / 433; 128 keys on 8 warps 372 / 352"),
+        Row(128, (Tiles(32, 64, 4, 2), Tiles(32, 64, 4, 1)), "444 / 425; 64 by 128 on 8 warps 473 / 298: spills"),
+        Row(256, (Tiles(32, 128, 8, 2, apart=True), Tiles(32, 64, 4, 1, apart=True)), "no spills; together 194 / 212"),
     ),
     ("wgmma", "query", 2): (
-        Row(64, (Tiles(128, 128, 8, 2), Tiles(64, 64, 4, 2)), "no spills"),
-        Row(128, (Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 1)), "no spills; 128 keys spill"),
-        Row(256, (Tiles(64, 64, 8, 2), Tiles(64, 32, 4, 1)), "no spills; 192 KiB"),
+        Row(64, (Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2)), "556 / 526; 128 queries 421 / 378"),
+        Row(128, (Tiles(128, 128, 8, 1), Tiles(64, 64, 4, 2)), "486 / 424; 64 by 64 on 4 warps 473 / 403"),
+        Row(256, (Tiles(128, 32, 8, 1), Tiles(64, 32, 4, 1)), "361 / 331; 64 by 64 on 8 warps 211 / 202"),
     ),
     ("wgmma", "forward", 4): (
-        Row(64, (Tiles(128, 64, 8, 2, X6), Tiles(64, 32, 4, 2, X6)), "no spills; 64 queries on 4 warps spill"),
-        Row(128, (Tiles(128, 32, 8, 2, X6), Tiles(64, 32, 4, 1, X6)), "no spills; 64 keys spill 52 times per step"),
+        Row(64, (Tiles(64, 64, 4, 2, X6), Tiles(64, 32, 4, 2, X6)), "57 / 52; three TF32 products 51 / 47"),
+        Row(128, (Tiles(128, 64, 8, 1, X6), Tiles(64, 32, 4, 1, X6)), "68 / 59; three TF32 products 39 / 33"),
         Row(256, (Tiles(64, 16, 4, 2, X6), Tiles(32, 16, 4, 1, X6)), "what shared memory holds"),
     ),
     ("wgmma", "key_value", 4): (
-        Row(64, (Tiles(32, 128, 8, 2, X6), Tiles(32, 64, 4, 1, X6)), "no spills; 64 by 64 spills 52 times per step"),
-        Row(128, (Tiles(16, 64, 8, 2, X6), Tiles(16, 32, 4, 1, X6)), "32 queries spill 185 times per step"),
+        Row(64, (Tiles(32, 64, 4, 2, X6), Tiles(32, 64, 4, 1, X6)), "51 / 48; 128 keys on 8 warps 50 / 46"),
+        Row(128, (Tiles(16, 128, 8, 1, X6), Tiles(16, 64, 4, 1, X6)), "32 / 30; 32 by 64 on 8 warps 22 / 23"),
         Row(256, (Tiles(16, 32, 8, 1, X6), Tiles(16, 16, 4, 1, X6)), "what registers hold"),
     ),
     ("wgmma", "query", 4): (
-        Row(64, (Tiles(64, 32, 4, 2, X6),), "190 registers, no spills"),
-        Row(128, (Tiles(64, 32, 8, 2, X6), Tiles(64, 16, 4, 1, X6)), "17 spills per step"),
+        Row(64, (Tiles(64, 32, 4, 2, X6),), "50 / 48; 128 queries on 8 warps 48 / 44"),
+        Row(128, (Tiles(64, 32, 4, 1, X6), Tiles(64, 16, 4, 1, X6)), "39 / 37; 128 by 16 on 8 warps 36 / 32"),
         Row(256, (Tiles(32, 16, 4, 1, X6),), "what shared memory holds"),
     ),
     ("mma", "forward", 2): (
@@ -123,7 +128,9 @@ TABLE: dict[tuple[Family, Direction, int], tuple[Row, ...]] = {
         Row(256, (Tiles(16, 16, 4, 1, X6),), "what registers hold, on six operands"),
     ),
 }
-"""Spills are counted in the compiled loops of causal problems (`tests/test_triton_compile.py`), on sm_90 for wgmma."""
+"""Numbers are TFLOP/s, full / causal, on an H200 with Triton 3.6, 8192 rows in 16 bits and 4096 in 32, counting two
+products in the forward, four in dK and dV, three in dQ (`ioattn bench tune`). Spills are those of the compiled loops of
+causal problems (`tests/test_triton_compile.py`)."""
 
 
 def choose(problem: Problem, direction: Direction, gpu: Gpu | None) -> Tiles:
@@ -137,6 +144,8 @@ def choose(problem: Problem, direction: Direction, gpu: Gpu | None) -> Tiles:
     width = max(padded(problem.dim), padded(problem.dim_v))
     rows = TABLE[gpu.family, row_of, problem.dtype.itemsize]
     choices = next(row.choices for row in rows if width <= row.max_width)
+    if not _may_split(problem):
+        choices = tuple(t for t in choices if t.precision != FP16X3)
     tiles = next((t for t in choices if shared_bytes(problem, direction, t, gpu) <= gpu.shared_memory), choices[-1])
     while shared_bytes(problem, direction, tiles, gpu) > gpu.shared_memory and _smaller(tiles) != tiles:
         tiles = _smaller(tiles)
@@ -145,6 +154,12 @@ def choose(problem: Problem, direction: Direction, gpu: Gpu | None) -> Tiles:
         # GPU's newer instructions.
         tiles = Tiles(min(tiles.q_tile, 32), min(tiles.k_tile, 32), 4, 1, tiles.precision)
     return tiles
+
+
+def _may_split(problem: Problem) -> bool:
+    """Whether "fp16x3" applies: the gradients of bias and sinks are not repaired, and slack has no place in maxima."""
+    absent = problem.bias is None and problem.mask is None and not problem.sinks and not problem.packed
+    return absent and min(problem.batch, problem.len_q, problem.len_k) > 0
 
 
 def objections(problem: Problem, gpu: Gpu | None) -> list[str]:
@@ -170,7 +185,10 @@ def shared_bytes(problem: Problem, direction: Direction, tiles: Tiles, gpu: Gpu)
     extra = scores * (_bias_size(problem) + (problem.mask is not None)) + 2 * 4 * tiles.q_tile
     stages = 1 if direction == "bias" else tiles.num_stages
     total = stages * (walked * size + extra) + kept * size
-    if size == 4:
+    if tiles.precision == FP16X3:
+        # What is kept lies in three bf16 parts for the edges, and where heads share a key in two halves besides.
+        total += kept * (6 if direction == "key_value" else 2)
+    elif size == 4:
         # Operands in three bf16 parts, of which some go through shared memory; measured, rounded up.
         total += 2 * (scores + max(q_rows, k_rows))
     if gpu.tensor_memory:

@@ -8,6 +8,7 @@ inspection of every argument.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -30,6 +31,8 @@ from ioattn.backends.triton.arguments import (
     is_wide,
     padded,
 )
+from ioattn.backends.triton.call import INTERPRETED as INTERPRETED  # the backend asks for it
+from ioattn.backends.triton.call import Arguments, Call, Prepared
 from ioattn.backends.triton.config import Direction, Gpu, Tiles
 from ioattn.backends.triton.kernels.backward import bias_kernel, delta_kernel, key_value_kernel, query_kernel
 from ioattn.backends.triton.kernels.forward import forward_kernel
@@ -39,43 +42,36 @@ from ioattn.compose import Formula, Function, fold
 from ioattn.problem import Gradients, Problem, Tensors
 from ioattn.scores import Term
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""Whether Triton runs kernels in its interpreter, on the CPU: decided when Triton is imported."""
-
 MAX_PREPARED = 4096
 """Prepared calls that are remembered."""
 
 
-class Prepared:
-    """A kernel that only lacks the arguments which hold tensors; compiled when it is first called."""
+class Steps(NamedTuple):
+    """The kernels of a backward, in order; those of one list are handed the same arguments."""
 
-    def __init__(self, kernel: Any, programs: int, constant: tuple[Any, ...], tiles: Tiles) -> None:
-        self.kernel, self.programs, self.constant, self.tiles = kernel, programs, constant, tiles
-        self.runner: Callable[..., None] | None = None
-
-    def __call__(self, arguments: tuple[Any, ...]) -> None:
-        """Start the kernel on the current stream, if there is anything to do."""
-        if self.runner is not None:
-            self.runner(*arguments, *self.constant)
-        elif self.programs:
-            compiled = self.kernel[(self.programs,)](*arguments, *self.constant, **self.options)
-            if not INTERPRETED:
-                self.runner = compiled[(self.programs, 1, 1)]
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """How Triton compiles the kernel. Fused multiply-adds are wanted; Triton 3.10 turns their default around."""
-        return {"num_warps": self.tiles.num_warps, "num_stages": self.tiles.num_stages, "enable_fp_fusion": True}
+    delta: list[Prepared]
+    key: list[Prepared]
+    """dK and dV, or dK alone."""
+    value: list[Prepared]
+    """dV, where it has kernels of its own."""
+    query: list[Prepared]
+    bias: list[Prepared]
 
 
 def forward(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None:
     """Write softmax(S) V to `out` and log(rowsum(exp(S))) to `lse`."""
-    key = ("forward", id(problem), *map(_layout, (*tensors, out, lse)))
-    prepared = _remember(key, problem, lambda: prepare_forward(problem, tensors, out, gpu_of(problem.device)))
+    every = (*tensors, out, lse)
+
+    def prepare() -> Call:
+        def describe(x: Sequence[Any]) -> list[Arguments]:
+            return [forward_arguments(problem, Tensors(*x[:-3]), *x[-3:])]
+
+        kernels = prepare_forward(problem, tensors, out, gpu_of(problem.device))
+        return Call([kernels], describe, (*every, _room_for_tops(problem, [kernels])))
+
+    call = _remember(("forward", id(problem), *map(_layout, every)), problem, prepare)
     with _on(problem.device):
-        arguments = forward_arguments(problem, tensors, out, lse)
-        for kernel in prepared:
-            kernel(arguments)
+        call((*every, tops_of(problem, tensors, call.groups)))
 
 
 def backward(
@@ -85,24 +81,33 @@ def backward(
     delta = torch.empty_like(lse)
     repeated_bias = grads.dbias is not None and not _repeats_nothing(problem)
     totals = torch.empty_like(lse) if repeated_bias or grads.dsinks is not None else None
-    key = ("backward", id(problem), *map(_layout, (*tensors, out, lse, dout, dlse, *grads)))
-    prepared = _remember(
-        key, problem, lambda: prepare_backward(problem, tensors, out, dout, grads, gpu_of(problem.device))
-    )
+    every = (*tensors, *grads, out, lse, dout, dlse, delta, totals)
+
+    def prepare() -> tuple[Call, Call]:
+        steps = prepare_backward(problem, tensors, out, dout, grads, gpu_of(problem.device))
+
+        def describe(x: Sequence[Any]) -> list[Arguments]:
+            count = len(Tensors._fields)
+            inputs, gradients = Tensors(*x[:count]), Gradients(*x[count:-7])
+            out, lse, dout, dlse = x[-7:-3]
+            return backward_arguments(problem, inputs, out, lse, dout, dlse, x[-3:], gradients, bool(steps.value))
+
+        example = (*every, _room_for_tops(problem, steps))
+        before = Call(steps[:-1], lambda x: describe(x)[:-1], example)
+        return before, Call([steps.bias], lambda x: describe(x)[-1:], example)
+
+    before, bias_gradient = _remember(("backward", id(problem), *map(_layout, every)), problem, prepare)
     with _on(problem.device):
         if grads.dbias is not None:
             # The walk over keys leaves out what the band hides.
             grads.dbias.zero_()
-        given = backward_arguments(problem, tensors, out, lse, dout, dlse, (delta, totals), grads)
-        for kernels, arguments in zip(prepared[:3], given[:3], strict=True):
-            for kernel in kernels:
-                kernel(arguments)
+        everything = (*every, tops_of(problem, tensors, before.groups, dout, dlse))
+        before(everything)
         if totals is None:
             return
         weights = _sink_weights(tensors.sinks, lse)
         _make_delta(totals, delta, dlse, weights)
-        for (bias_gradient,), arguments in zip(prepared[3:], given[3:], strict=True):
-            bias_gradient(arguments)
+        bias_gradient(everything)
         if grads.dsinks is not None:
             # The sink is one more key whose value is zero: dsink = P_sink * (0 - delta), over batch and queries.
             terms = torch.where(weights == 0, 0, weights * totals)
@@ -119,27 +124,31 @@ def prepare_forward(problem: Problem, tensors: Tensors, out: Tensor, gpu: Gpu | 
 
 
 def _with_repair(
-    problem: Problem, kernels: tuple[Any, Any], tiles_per_sequence: int, constant: tuple[Any, ...], tiles: Tiles
+    problem: Problem, kernels: tuple[Any, Any], tiles_per_sequence: int, constant: Arguments, tiles: Tiles
 ) -> list[Prepared]:
-    """A kernel, and where something is hidden the one that repairs what it wrote."""
+    """A kernel, and where something is hidden or may overflow the one that repairs what it wrote."""
     main, repair = kernels
+    numbers, form, *formula = constant
+    halves = tiles.precision == config.FP16X3
     # The tiles of one sequence more clear what lies behind the last packed one.
     prepared = [Prepared(main, tiles_per_sequence * (problem.batch + problem.packed), constant, tiles)]
-    if problem.band.bounded or problem.mask is not None:
+    if problem.band.bounded or problem.mask is not None or halves:
         # Without a pipeline, so that it needs no more shared memory than the kernel that it repairs.
-        prepared.append(Prepared(repair, tiles_per_sequence * problem.batch, constant, tiles._replace(num_stages=1)))
+        careful = tiles._replace(num_stages=1, precision=config.X6 if halves else tiles.precision)
+        constant = (numbers, form._replace(PRECISION=careful.precision), *formula)
+        prepared.append(Prepared(repair, tiles_per_sequence * problem.batch, constant, careful))
     return prepared
 
 
-def forward_arguments(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
+def forward_arguments(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, tops: Tensor | None) -> Arguments:
     """The arguments of the forward kernel that hold tensors."""
-    return (_inputs(problem, tensors), Matrix.of(out, problem.packed), Rows.of(lse, problem.packed))
+    return (_inputs(problem, tensors, tops), Matrix.of(out, problem.packed), Rows.of(lse, problem.packed))
 
 
 def prepare_backward(
     problem: Problem, tensors: Tensors, out: Tensor, dout: Tensor, grads: Gradients, gpu: Gpu | None
-) -> list[list[Prepared]]:
-    """The kernels that overwrite delta, dK and dV, dQ, and the bias's gradient, in order."""
+) -> Steps:
+    """The kernels that overwrite delta, dK and dV, dQ, and the bias's gradient."""
     wide = _is_wide(problem, tensors, (out, dout, *grads[:3]))
     formula = _formula(problem.terms)
     tiles, count, numbers, form = _launch(problem, tensors, "delta", wide, gpu)
@@ -148,13 +157,13 @@ def prepare_backward(
     tiles, count, numbers, form = _launch(problem, tensors, "key_value", wide, gpu)
     constant = (numbers, form, formula.step, formula.dstep)
     kernels = (key_value_kernel, repair_key_value_kernel)
-    key_value = _with_repair(problem, kernels, count * problem.kv_heads, constant, tiles)
+    key = _with_repair(problem, kernels, count * problem.kv_heads, constant, tiles)
+    value = _with_repair(problem, kernels, count * problem.kv_heads, constant, tiles) if tiles.apart else []
     tiles, count, numbers, form = _launch(problem, tensors, "query", wide, gpu)
     constant = (numbers, form, formula.step, formula.dstep)
     query = _with_repair(problem, (query_kernel, repair_query_kernel), count * problem.heads, constant, tiles)
-    if grads.dbias is None or _repeats_nothing(problem):
-        return [delta, key_value, query]
-    return [delta, key_value, query, [_prepare_bias(problem, tensors, wide, gpu)]]
+    alone = grads.dbias is None or _repeats_nothing(problem)
+    return Steps(delta, key, value, query, [] if alone else [_prepare_bias(problem, tensors, wide, gpu)])
 
 
 def backward_arguments(
@@ -164,26 +173,28 @@ def backward_arguments(
     lse: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
-    scratch: tuple[Tensor, Tensor | None],
+    scratch: Sequence[Tensor | None],
     grads: Gradients,
-) -> list[tuple[Any, ...]]:
-    """The arguments that hold tensors, for each group of kernels in `prepare_backward`; scratch: delta and totals."""
-    delta, totals = scratch
+    apart: bool,
+) -> list[Arguments]:
+    """The arguments that hold tensors, for each of the `Steps`; scratch: delta, totals and tops."""
+    delta, totals, tops = scratch
+    assert delta is not None
     packed = problem.packed
-    inputs, dout_matrix, delta_rows = _inputs(problem, tensors), Matrix.of(dout, packed), Rows.of(delta, packed)
+    inputs, dout_matrix, delta_rows = _inputs(problem, tensors, tops), Matrix.of(dout, packed), Rows.of(delta, packed)
     dq, dk, dv = (Matrix.of(x, packed) for x in grads[:3])
     dbias = Matrix.maybe(grads.dbias)
     upstream = Upstream(dout_matrix, Rows.of(lse, packed), delta_rows)
     own_bias = dbias if _repeats_nothing(problem) else None
-    each: list[tuple[Any, ...]] = [
+    totals_rows = None if totals is None else Rows.of(totals, packed)
+    full_delta = delta_rows if totals_rows is None else totals_rows
+    return [
         (Matrix.of(out, packed), dout_matrix, None if dlse is None else Rows.of(dlse, packed), delta_rows),
-        (inputs, upstream, dk, dv),
-        (inputs, upstream, dq, own_bias, None if totals is None else Rows.of(totals, packed)),
+        (inputs, upstream, dk, None if apart else dv),
+        (inputs, upstream, None, dv),
+        (inputs, upstream, dq, own_bias, totals_rows),
+        (inputs, upstream._replace(delta=full_delta), dbias),
     ]
-    if own_bias is dbias:
-        return each
-    full_delta = delta_rows if totals is None else Rows.of(totals, packed)
-    return [*each, (inputs, upstream._replace(delta=full_delta), dbias)]
 
 
 def _prepare_bias(problem: Problem, tensors: Tensors, wide: bool, gpu: Gpu | None) -> Prepared:
@@ -236,14 +247,43 @@ def _launch(
     return tiles, count, _numbers(problem, tensors, heads, count), _form(problem, tiles, wide)
 
 
-def _inputs(problem: Problem, tensors: Tensors) -> Inputs:
+def _wants_tops(groups: Sequence[Sequence[Prepared]]) -> bool:
+    return any(kernel.tiles.precision == config.FP16X3 for kernels in groups for kernel in kernels)
+
+
+def _room_for_tops(problem: Problem, groups: Sequence[Sequence[Prepared]]) -> Tensor | None:
+    if not _wants_tops(groups):
+        return None
+    return torch.empty((5, problem.batch, problem.kv_heads), device=problem.device)
+
+
+def tops_of(
+    problem: Problem,
+    tensors: Tensors,
+    groups: Sequence[Sequence[Prepared]],
+    dout: Tensor | None = None,
+    dlse: Tensor | None = None,
+) -> Tensor | None:
+    """The largest absolute values of q, k, v, dout and dlse, per batch and key/value head, NaN where there is one."""
+    tops = _room_for_tops(problem, groups)
+    if tops is not None:
+        for i, x in enumerate((*tensors[:3], dout, dlse)):
+            if x is None:
+                tops[i].zero_()
+            else:
+                grouped = x.unflatten(1, (problem.kv_heads, -1))
+                torch.linalg.vector_norm(grouped, torch.inf, tuple(range(2, grouped.dim())), out=tops[i])
+    return tops
+
+
+def _inputs(problem: Problem, tensors: Tensors, tops: Tensor | None) -> Inputs:
     q, k, v, bias, mask, slopes, sinks, starts_q, starts_k = tensors
     packed = problem.packed
     qkv = (Matrix.of(q, packed), Matrix.of(k, packed), Matrix.of(v, packed))
     per_head = (_in_a_row(slopes), _in_a_row(sinks), _in_a_row(starts_q), _in_a_row(starts_k))
     lo, hi = _limits(problem)
     softcap = None if problem.softcap is None else float(problem.softcap)
-    return Inputs(*qkv, Matrix.maybe(bias), Matrix.maybe(mask), *per_head, lo, hi, softcap)
+    return Inputs(*qkv, Matrix.maybe(bias), Matrix.maybe(mask), *per_head, lo, hi, softcap, tops)
 
 
 def _in_a_row(x: Tensor | None) -> Tensor | None:
@@ -287,7 +327,6 @@ def _form(problem: Problem, tiles: Tiles, wide: bool) -> Form:
         BOTTOM_RIGHT=problem.align == "bottom-right",
         LATE=not problem.terms and not problem.sinks and problem.scale > 0,
         PRECISION=tiles.precision,
-        UPCAST=INTERPRETED and problem.dtype == torch.bfloat16,
     )
 
 
@@ -346,7 +385,7 @@ def _remember(key: Any, problem: Problem, make: Callable[[], T]) -> T:
 
 def _layout(x: Tensor | None) -> Any:
     """All that a compiled kernel takes for granted of a tensor that the problem does not say."""
-    return None if x is None else (x.stride(), x.data_ptr() % 16)
+    return x if x is None else (x.stride(), x.data_ptr() & 15)
 
 
 @lru_cache
@@ -359,6 +398,11 @@ def gpu_of(device: torch.device) -> Gpu | None:
     return Gpu(capability, shared_memory)
 
 
+_nothing: AbstractContextManager[None] = nullcontext()
+
+
 def _on(device: torch.device) -> Any:
     """Triton launches on the current device: make it the tensors'."""
-    return torch.cuda.device(device.index if device.type == "cuda" else -1)
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _nothing
+    return torch.cuda.device(device)

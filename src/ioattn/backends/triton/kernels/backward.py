@@ -18,20 +18,23 @@ from ioattn.backends.triton.kernels.tiles import (
     decoded,
     device,
     distance_at,
-    dot,
     edge_start,
     every_tile,
     key_ranges,
     load_keys,
     load_queries,
     load_tile,
+    multiply,
     only_finite,
     operands_at,
     place,
     query_ranges,
+    rounded,
     row_at,
+    scales_of,
     sequence_of,
     store_tile,
+    unscaled,
     visible_at,
     weights_of,
 )
@@ -56,33 +59,57 @@ def delta_kernel(out, dout, dlse, delta, numbers, form: tl.constexpr):
 
 @triton.jit
 def key_value_kernel(inputs, upstream, dk, dv, numbers, form: tl.constexpr, step: tl.constexpr, dstep: tl.constexpr):
-    """Overwrite one tile of `dk` and `dv`: a walk over the queries that see it, of every head that shares it."""
+    """Overwrite one tile of `dk` and `dv`: a walk over the queries that see it, of every head that shares it.
+
+    One of the two may be None: then the other comes at the cost of one product, two of four, less than both.
+    """
     numbers = decoded(numbers)
     batch, kv_head, tile = place(numbers, False)
     seq = sequence_of(batch, inputs, numbers, form)
-    task = Task(inputs, numbers, kv_head * form.GROUP, seq)
+    scales = scales_of(inputs, seq.batch, kv_head, numbers, numbers.heads, form)
+    task = Task(inputs, numbers, kv_head * form.GROUP, seq, scales)
     if inputs.starts_q is not None and batch == numbers.batch:
-        clear_slack(dk, seq.start_k, numbers.rows_k, kv_head, tile, numbers, form.K)
-        clear_slack(dv, seq.start_k, numbers.rows_k, kv_head, tile, numbers, form.V)
+        if dk is not None:
+            clear_slack(dk, seq.start_k, numbers.rows_k, kv_head, tile, numbers, form.K)
+        if dv is not None:
+            clear_slack(dv, seq.start_k, numbers.rows_k, kv_head, tile, numbers, form.V)
         return
     k_start = tile * form.K.ROWS
     if k_start >= seq.len_k:
         return
     keys = load_keys(task, k_start, form, EDGE)
-    dk_tile = tl.zeros((form.K.ROWS, form.K.WIDTH), tl.float32)
-    dv_tile = tl.zeros((form.V.ROWS, form.V.WIDTH), tl.float32)
+    dk_tile = sum_for(dk, form.K)
+    dv_tile = sum_for(dv, form.V)
     ranges = query_ranges(k_start, task, form)
     for head in range(kv_head * form.GROUP, (kv_head + 1) * form.GROUP):
-        task = Task(inputs, numbers, head, seq)
+        task = Task(inputs, numbers, head, seq, scales)
         for q_start in range(ranges.full_start, ranges.full_end, form.Q.ROWS):
             queries = load_queries(task, upstream, q_start, form, FULL)
-            dk_tile, dv_tile = add_queries(dk_tile, dv_tile, queries, keys, task, form, step, dstep, FULL)
+            dk_tile, dv_tile = add_queries(dk_tile, dv_tile, queries, keys, task, dk, dv, form, step, dstep, FULL)
         for edge in range(ranges.edges):
             queries = load_queries(task, upstream, edge_start(edge, ranges, form.Q.ROWS), form, EDGE)
-            dk_tile, dv_tile = add_queries(dk_tile, dv_tile, queries, keys, task, form, step, dstep, EDGE)
-    dk_tile *= numbers.scale
-    store_tile(dk_tile, dk, row_at(dk, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.K)
-    store_tile(dv_tile, dv, row_at(dv, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.V)
+            dk_tile, dv_tile = add_queries(dk_tile, dv_tile, queries, keys, task, dk, dv, form, step, dstep, EDGE)
+    store_keys(dk_tile, dv_tile, dk, dv, kv_head, k_start, task, form)
+
+
+@device
+def sum_for(matrix, box: tl.constexpr):
+    """Zeros for the sum of a tile, or for nothing."""
+    return tl.zeros((1, 1), tl.float32) if matrix is None else tl.zeros((box.ROWS, box.WIDTH), tl.float32)
+
+
+@device
+def store_keys(dk_tile, dv_tile, dk, dv, kv_head, k_start, task, form: tl.constexpr):
+    """Write the finished sums of a tile of keys."""
+    seq = task.seq
+    if dk is not None:
+        first = row_at(dk, seq.batch, kv_head, seq.start_k)
+        dk_tile *= task.numbers.scale * unscaled(task.scales.dscores, task.scales.q)
+        store_tile(dk_tile, dk, first, k_start, seq.len_k, form.K)
+    if dv is not None:
+        first = row_at(dv, seq.batch, kv_head, seq.start_k)
+        dv_tile *= unscaled(task.scales.weights, task.scales.dout)
+        store_tile(dv_tile, dv, first, k_start, seq.len_k, form.V)
 
 
 @device
@@ -92,6 +119,8 @@ def add_queries(
     queries,
     keys,
     task,
+    dk,
+    dv,
     form: tl.constexpr,
     step: tl.constexpr,
     dstep: tl.constexpr,
@@ -102,18 +131,24 @@ def add_queries(
     col = (keys.start + tl.arange(0, form.K.ROWS))[:, None]
     operands = operands_at(row, col, task)
     distance = distance_at(row, col, task)
-    product = dot(keys.k, tl.trans(queries.q), None, form)
+    scales = task.scales
+    product = multiply(keys.k, scales.k, queries.q, scales.q, None, form, KIND, True, False)
     weights = weights_of(product, distance, operands, queries.lse[None, :], task, form, step)
     if KIND != FULL:
         # Where a row's lse is NaN, exp has not made the hidden weights zero.
         visible = visible_at(row, col, task)
         weights = tl.where(visible, weights, 0.0)
-    dv_tile = dot(weights.to(keys.v.dtype), only_finite(queries.dout, KIND), dv_tile, form)
-    dscores = weights * (dot(keys.v, tl.trans(queries.dout), None, form) - queries.delta[None, :])
-    if KIND != FULL:
-        dscores = tl.where(visible, dscores, 0.0)
-    dproduct = dstep(dscores, product * task.numbers.scale, distance, operands)
-    dk_tile = dot(dproduct.to(keys.k.dtype), only_finite(queries.q, KIND), dk_tile, form)
+    if dv is not None:
+        dout = only_finite(queries.dout, KIND)
+        dv_tile = multiply(weights, scales.weights, dout, scales.dout, dv_tile, form, KIND, False, False)
+    if dk is not None:
+        dweights = multiply(keys.v, scales.v, queries.dout, scales.dout, None, form, KIND, True, False)
+        dscores = weights * (dweights - queries.delta[None, :])
+        if KIND != FULL:
+            dscores = tl.where(visible, dscores, 0.0)
+        dproduct = dstep(dscores, product * task.numbers.scale, distance, operands)
+        q = only_finite(queries.q, KIND)
+        dk_tile = multiply(dproduct, scales.dscores, q, scales.q, dk_tile, form, KIND, False, True)
     return dk_tile, dv_tile
 
 
@@ -128,7 +163,8 @@ def query_kernel(
     numbers = decoded(numbers)
     batch, head, tile = place(numbers, inputs.hi is not None)
     seq = sequence_of(batch, inputs, numbers, form)
-    task = Task(inputs, numbers, head, seq)
+    scales = scales_of(inputs, seq.batch, head // form.GROUP, numbers, numbers.heads // form.GROUP, form)
+    task = Task(inputs, numbers, head, seq, scales)
     if inputs.starts_q is not None and batch == numbers.batch:
         clear_slack(dq, seq.start_q, numbers.rows_q, head, tile, numbers, form.Q)
         return
@@ -145,7 +181,7 @@ def query_kernel(
     for edge in range(ranges.edges):
         keys = load_keys(task, edge_start(edge, ranges, form.K.ROWS), form, EDGE)
         dq_tile, total = add_keys(dq_tile, total, queries, keys, task, dbias, totals, form, step, dstep, EDGE)
-    dq_tile *= numbers.scale
+    dq_tile *= numbers.scale * unscaled(scales.dscores, scales.k)
     store_tile(dq_tile, dq, row_at(dq, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q)
     if totals is not None:
         row = q_start + tl.arange(0, form.Q.ROWS)
@@ -172,25 +208,30 @@ def add_keys(
     col = (keys.start + tl.arange(0, form.K.ROWS))[None, :]
     operands = operands_at(row, col, task)
     distance = distance_at(row, col, task)
-    product = dot(queries.q, tl.trans(keys.k), None, form)
-    dscores = dscores_of(product, distance, operands, queries, keys, task, form, step)
+    scales = task.scales
+    product = multiply(queries.q, scales.q, keys.k, scales.k, None, form, KIND, True, False)
+    dscores = dscores_of(product, distance, operands, queries, keys, task, form, step, KIND)
     if KIND != FULL:
         dscores = tl.where(visible_at(row, col, task), dscores, 0.0)
     if dbias is not None:
         pointers = row_at(dbias, task.seq.batch, task.head, row.to(tl.int64)) + col.to(tl.int64) * dbias.column
         exists = (row < task.seq.len_q) & (col < task.seq.len_k)
-        tl.store(pointers, dscores.to(dbias.ptr.dtype.element_ty), mask=exists)
+        tl.store(pointers, rounded(dscores, dbias.ptr.dtype.element_ty), mask=exists)
     if totals is not None:
         total += tl.sum(dscores, 1)
     dproduct = dstep(dscores, product * task.numbers.scale, distance, operands)
-    return dot(dproduct.to(keys.k.dtype), only_finite(keys.k, KIND), dq_tile, form), total
+    k = only_finite(keys.k, KIND)
+    return multiply(dproduct, scales.dscores, k, scales.k, dq_tile, form, KIND, False, True), total
 
 
 @device
-def dscores_of(product, distance, operands, queries, keys, task, form: tl.constexpr, step: tl.constexpr):
+def dscores_of(
+    product, distance, operands, queries, keys, task, form: tl.constexpr, step: tl.constexpr, KIND: tl.constexpr
+):
     """The gradient of the finished scores of a tile, [Q, K], before the mask."""
     weights = weights_of(product, distance, operands, queries.lse[:, None], task, form, step)
-    return weights * (dot(queries.dout, tl.trans(keys.v), None, form) - queries.delta[:, None])
+    dweights = multiply(queries.dout, task.scales.dout, keys.v, task.scales.v, None, form, KIND, True, False)
+    return weights * (dweights - queries.delta[:, None])
 
 
 @triton.jit
@@ -212,11 +253,12 @@ def bias_kernel(
     own_head = own % (numbers.heads // repeated_heads)
     own_batch = own // (numbers.heads // repeated_heads)
     total = tl.zeros((form.Q.ROWS, form.K.ROWS), tl.float32)
+    scales = scales_of(inputs, 0, 0, numbers, numbers.heads, form)
     for at in range((repeats.batches >> 2) * repeated_heads * repeated_tiles):
         head = own_head + at // repeated_tiles % repeated_heads
         batch = own_batch + at // repeated_tiles // repeated_heads
         seq = sequence_of(batch.to(tl.int64), inputs, numbers, form)
-        task = Task(inputs, numbers, head.to(tl.int64), seq)
+        task = Task(inputs, numbers, head.to(tl.int64), seq, scales)
         q_start = (own_tile + at % repeated_tiles) * form.Q.ROWS
         ranges = every_tile(key_ranges(q_start, task, form), form.K.ROWS)
         if (k_start >= ranges.start) & (k_start < ranges.start + ranges.edges * form.K.ROWS):
@@ -226,12 +268,12 @@ def bias_kernel(
     pointers = row_at(dbias, own_batch.to(tl.int64), own_head.to(tl.int64), 0) + column.to(tl.int64) * dbias.column
     exists = column < numbers.len_k
     if ONE_ROW:
-        tl.store(pointers, tl.sum(total, 0).to(dbias.ptr.dtype.element_ty), mask=exists)
+        tl.store(pointers, rounded(tl.sum(total, 0), dbias.ptr.dtype.element_ty), mask=exists)
     else:
         row = own_tile * form.Q.ROWS + tl.arange(0, form.Q.ROWS)
         pointers = pointers[None, :] + row.to(tl.int64)[:, None] * dbias.row
         exists = exists[None, :] & (row < numbers.len_q)[:, None]
-        tl.store(pointers, total.to(dbias.ptr.dtype.element_ty), mask=exists)
+        tl.store(pointers, rounded(total, dbias.ptr.dtype.element_ty), mask=exists)
 
 
 @device
@@ -239,7 +281,7 @@ def dscores_at(queries, keys, task, form: tl.constexpr, step: tl.constexpr):
     """The gradient of the finished scores of a tile, [Q, K]."""
     row = (queries.start + tl.arange(0, form.Q.ROWS))[:, None]
     col = (keys.start + tl.arange(0, form.K.ROWS))[None, :]
-    product = dot(queries.q, tl.trans(keys.k), None, form)
+    product = multiply(queries.q, task.scales.q, keys.k, task.scales.k, None, form, EDGE, True, False)
     operands = operands_at(row, col, task)
-    dscores = dscores_of(product, distance_at(row, col, task), operands, queries, keys, task, form, step)
+    dscores = dscores_of(product, distance_at(row, col, task), operands, queries, keys, task, form, step, EDGE)
     return tl.where(visible_at(row, col, task), dscores, 0.0)

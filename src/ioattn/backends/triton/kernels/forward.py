@@ -20,18 +20,20 @@ from ioattn.backends.triton.kernels.tiles import (
     decoded,
     device,
     distance_at,
-    dot,
     edge_start,
     key_ranges,
     load_keys,
     load_q,
+    multiply,
     only_finite,
     operands_at,
     or_zero,
     place,
     row_at,
+    scales_of,
     sequence_of,
     store_tile,
+    unscaled,
     visible_at,
 )
 
@@ -42,7 +44,8 @@ def forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.const
     numbers = decoded(numbers)
     batch, head, tile = place(numbers, inputs.hi is not None)
     seq = sequence_of(batch, inputs, numbers, form)
-    task = Task(inputs, numbers, head, seq)
+    scales = scales_of(inputs, seq.batch, head // form.GROUP, numbers, numbers.heads // form.GROUP, form)
+    task = Task(inputs, numbers, head, seq, scales)
     if inputs.starts_q is not None and batch == numbers.batch:
         clear_slack(out, seq.start_q, numbers.rows_q, head, tile, numbers, form.OUT)
         clear_lse(lse, task, tile, form.Q.ROWS)
@@ -68,6 +71,7 @@ def store_results(row_max, row_sum, acc, out, lse, q_start, task, form: tl.const
     seq = task.seq
     # A row that saw no key has row_sum 0 (or only its sink's 1) and acc 0: out 0.
     acc = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
+    acc *= unscaled(task.scales.weights, task.scales.v)
     store_tile(acc, out, row_at(out, seq.batch, task.head, seq.start_q), q_start, seq.len_q, form.OUT)
     row = q_start + tl.arange(0, form.Q.ROWS)
     pointers = row_at(lse, seq.batch, task.head, seq.start_q) + row.to(tl.int64) * lse.row
@@ -82,7 +86,8 @@ def attend(
     keys = load_keys(task, k_start, form, KIND)
     row = (q_start + tl.arange(0, form.Q.ROWS))[:, None]
     col = (k_start + tl.arange(0, form.K.ROWS))[None, :]
-    scores = dot(q_tile, tl.trans(keys.k), None, form)
+    scales = task.scales
+    scores = multiply(q_tile, scales.q, keys.k, scales.k, None, form, KIND, True, False)
     factor = LOG2E
     if form.LATE:
         factor = task.numbers.scale * LOG2E
@@ -95,7 +100,8 @@ def attend(
     weights = tl.exp2(scores * factor - shift[:, None])
     rescale = tl.exp2(row_max - shift)
     row_sum = rescale * row_sum + tl.sum(weights, 1)
-    acc = dot(weights.to(keys.v.dtype), only_finite(keys.v, KIND), rescale[:, None] * acc, form)
+    v_tile = only_finite(keys.v, KIND)
+    acc = multiply(weights, scales.weights, v_tile, scales.v, rescale[:, None] * acc, form, KIND, False, False)
     return new_max, row_sum, acc
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ioattn.backends.triton.kernels.backward import add_keys, add_queries
+from ioattn.backends.triton.kernels.backward import add_keys, add_queries, store_keys, sum_for
 from ioattn.backends.triton.kernels.forward import attend, sink_or_nothing, store_results
 from ioattn.backends.triton.kernels.tiles import (
     EDGE,
@@ -32,6 +32,7 @@ from ioattn.backends.triton.kernels.tiles import (
     place,
     query_ranges,
     row_at,
+    scales_of,
     sequence_of,
     store_tile,
     visible_at,
@@ -44,7 +45,8 @@ def repair_forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: t
     numbers = decoded(numbers)
     batch, head, tile = place(numbers, inputs.hi is not None)
     seq = sequence_of(batch, inputs, numbers, form)
-    task = Task(inputs, numbers, head, seq)
+    scales = scales_of(inputs, seq.batch, head // form.GROUP, numbers, numbers.heads // form.GROUP, form)
+    task = Task(inputs, numbers, head, seq, scales)
     q_start = tile * form.Q.ROWS
     if q_start >= seq.len_q:
         return
@@ -75,43 +77,53 @@ def add_special_values(acc, q_start, keys, task, form: tl.constexpr):
 def repair_key_value_kernel(
     inputs, upstream, dk, dv, numbers, form: tl.constexpr, step: tl.constexpr, dstep: tl.constexpr
 ):
-    """Overwrite one tile of `dk` and `dv` again unless both are finite."""
+    """Overwrite one tile of `dk` and `dv` again unless both are finite; either may be None."""
     numbers = decoded(numbers)
     batch, kv_head, tile = place(numbers, False)
     seq = sequence_of(batch, inputs, numbers, form)
     k_start = tile * form.K.ROWS
     if k_start >= seq.len_k:
         return
-    dk_tile = load_tile(dk, row_at(dk, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.K, EDGE)
-    dv_tile = load_tile(dv, row_at(dv, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.V, EDGE)
-    if is_finite(dk_tile) & is_finite(dv_tile):
+    if is_finite_at(dk, kv_head, k_start, seq, form.K) & is_finite_at(dv, kv_head, k_start, seq, form.V):
         return
-    task = Task(inputs, numbers, kv_head * form.GROUP, seq)
+    scales = scales_of(inputs, seq.batch, kv_head, numbers, numbers.heads, form)
+    task = Task(inputs, numbers, kv_head * form.GROUP, seq, scales)
     keys = load_keys(task, k_start, form, EDGE)
-    dk_tile = tl.zeros((form.K.ROWS, form.K.WIDTH), tl.float32)
-    dv_tile = tl.zeros((form.V.ROWS, form.V.WIDTH), tl.float32)
+    dk_tile = sum_for(dk, form.K)
+    dv_tile = sum_for(dv, form.V)
     ranges = every_tile(query_ranges(k_start, task, form), form.Q.ROWS)
     for head in range(kv_head * form.GROUP, (kv_head + 1) * form.GROUP):
-        task = Task(inputs, numbers, head, seq)
+        task = Task(inputs, numbers, head, seq, scales)
         for edge in range(ranges.edges):
             queries = load_queries(task, upstream, edge_start(edge, ranges, form.Q.ROWS), form, EDGE)
-            dk_tile, dv_tile = add_queries(dk_tile, dv_tile, queries, keys, task, form, step, dstep, EXACT)
+            dk_tile, dv_tile = add_queries(dk_tile, dv_tile, queries, keys, task, dk, dv, form, step, dstep, EXACT)
         for edge in range(ranges.edges):
             queries = load_queries(task, upstream, edge_start(edge, ranges, form.Q.ROWS), form, EDGE)
-            dk_tile, dv_tile = add_special_queries(dk_tile, dv_tile, queries, k_start, task, form)
-    dk_tile *= numbers.scale
-    store_tile(dk_tile, dk, row_at(dk, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.K)
-    store_tile(dv_tile, dv, row_at(dv, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.V)
+            dk_tile, dv_tile = add_special_queries(dk_tile, dv_tile, queries, k_start, task, dk, dv, form)
+    store_keys(dk_tile, dv_tile, dk, dv, kv_head, k_start, task, form)
 
 
 @device
-def add_special_queries(dk_tile, dv_tile, queries, k_start, task, form: tl.constexpr):
+def is_finite_at(matrix, kv_head, k_start, seq, box: tl.constexpr):
+    """Whether a tile in memory, if there is one, is finite."""
+    finite = k_start >= 0
+    if matrix is not None:
+        first = row_at(matrix, seq.batch, kv_head, seq.start_k)
+        finite = is_finite(load_tile(matrix, first, k_start, seq.len_k, box, EDGE))
+    return finite
+
+
+@device
+def add_special_queries(dk_tile, dv_tile, queries, k_start, task, dk, dv, form: tl.constexpr):
     """Add what is infinite or NaN in one tile of Q and of dO, where it is visible."""
     row = (queries.start + tl.arange(0, form.Q.ROWS))[None, :]
     col = (k_start + tl.arange(0, form.K.ROWS))[:, None]
     visible = visible_at(row, col, task)
-    dk_tile = add_special(dk_tile, visible, queries.q, form, True)
-    return dk_tile, add_special(dv_tile, visible, queries.dout, form, False)
+    if dk is not None:
+        dk_tile = add_special(dk_tile, visible, queries.q, form, True)
+    if dv is not None:
+        dv_tile = add_special(dv_tile, visible, queries.dout, form, False)
+    return dk_tile, dv_tile
 
 
 @triton.jit
@@ -122,7 +134,8 @@ def repair_query_kernel(
     numbers = decoded(numbers)
     batch, head, tile = place(numbers, inputs.hi is not None)
     seq = sequence_of(batch, inputs, numbers, form)
-    task = Task(inputs, numbers, head, seq)
+    scales = scales_of(inputs, seq.batch, head // form.GROUP, numbers, numbers.heads // form.GROUP, form)
+    task = Task(inputs, numbers, head, seq, scales)
     q_start = tile * form.Q.ROWS
     if q_start >= seq.len_q:
         return

@@ -1,0 +1,88 @@
+"""Kernels with all but their tensors prepared, so that a later call does little more than hand over addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import triton
+from torch import Tensor
+
+from ioattn.backends.triton.config import Tiles
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Whether Triton runs kernels in its interpreter, on the CPU: decided when Triton is imported."""
+
+Arguments = tuple[Any, ...]
+
+
+class Prepared:
+    """A kernel that only lacks the arguments which hold tensors; compiled when it is first called."""
+
+    def __init__(self, kernel: Any, programs: int, constant: Arguments, tiles: Tiles) -> None:
+        self.kernel, self.programs, self.constant, self.tiles = kernel, programs, constant, tiles
+        self.runner: Callable[..., None] | None = None
+
+    def __call__(self, arguments: Arguments) -> None:
+        """Start the kernel on the current stream, if there is anything to do."""
+        if self.runner is not None:
+            self.runner(*arguments, *self.constant)
+        elif self.programs:
+            compiled = self.kernel[(self.programs,)](*arguments, *self.constant, **self.options)
+            if not INTERPRETED:
+                self.runner = compiled[(self.programs, 1, 1)]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """How Triton compiles the kernel. Fused multiply-adds are wanted; Triton 3.10 turns their default around."""
+        return {"num_warps": self.tiles.num_warps, "num_stages": self.tiles.num_stages, "enable_fp_fusion": True}
+
+
+class Call:
+    """Groups of kernels; those of one group are handed the same arguments, made of the tensors by `describe`.
+
+    Triton's compiler wants tensors and names. A compiled kernel takes addresses in plain tuples, and these are made by
+    an expression that is written down once: in a tenth of the time.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[Prepared]],
+        describe: Callable[[Sequence[Any]], Sequence[Arguments]],
+        tensors: Sequence[Tensor | None],
+    ) -> None:
+        self.groups, self.describe = groups, describe
+        self.compiled = INTERPRETED
+        self.by_address = None if INTERPRETED else _by_address(describe, tensors)
+
+    def __call__(self, tensors: Sequence[Tensor | None]) -> None:
+        """Start the kernels of each group in order."""
+        if self.by_address is not None and self.compiled:
+            given = self.by_address([None if x is None else x.data_ptr() for x in tensors])
+        else:
+            given = self.describe(tensors)
+            self.compiled = True
+        for group, arguments in zip(self.groups, given, strict=True):
+            for kernel in group:
+                kernel(arguments)
+
+
+def _by_address(
+    describe: Callable[[Sequence[Any]], Sequence[Arguments]], tensors: Sequence[Tensor | None]
+) -> Callable[[Sequence[int | None]], Sequence[Arguments]] | None:
+    """What `describe` makes of tensors of this layout, as a function of their addresses; None where it makes copies."""
+    apart = [None if x is None else x.detach() for x in tensors]
+    places = {id(x): i for i, x in enumerate(apart) if x is not None}
+
+    def written(value: Any) -> str:
+        if isinstance(value, Tensor):
+            return f"at[{places[id(value)]}]"
+        return f"({''.join(written(x) + ',' for x in value)})" if isinstance(value, tuple) else repr(value)
+
+    try:
+        made: Callable[[Sequence[int | None]], Sequence[Arguments]] = eval(
+            f"lambda at: {written(tuple(describe(apart)))}"
+        )
+    except KeyError:
+        return None
+    return made
