@@ -20,8 +20,8 @@ import ioattn
 from ioattn.backends.triton import config, launch
 from ioattn.backends.triton.call import Prepared
 from ioattn.backends.triton.config import Direction, Gpu, Tiles
-from ioattn.bench.run import TORCH_DTYPES
 from ioattn.bench.timer import alternate_on_gpu
+from ioattn.cases import DTYPE_NAMES
 from ioattn.problem import Gradients, Options, Problem, Tensors
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "key_value", "query")
@@ -53,7 +53,7 @@ class Trial(NamedTuple):
 def trials(gpu: Gpu) -> Iterator[Trial]:
     """Everything that might be fast: no rows computed twice, sums in registers, operands in shared memory."""
     for direction, dtype, dim, causal in itertools.product(DIRECTIONS, ("bf16", "fp32"), DIMS, (False, True)):
-        x = torch.empty(1, 1, 4096, dim, dtype=TORCH_DTYPES[dtype], device="meta")
+        x = torch.empty(1, 1, 4096, dim, dtype=DTYPE_NAMES[dtype], device="meta")
         problem = Problem.of(Tensors(x, x, x), Options(hi=0 if causal else None))
         for tiles in _tiles(direction, dtype, dim):
             if config.shared_bytes(problem, direction, tiles, gpu) <= gpu.shared_memory:
@@ -81,7 +81,7 @@ class _Run(NamedTuple):
 
 def _prepare(trial: Trial, batch: int, heads: int, len_q: int, len_k: int) -> _Run:
     def normal(rows: int) -> Tensor:
-        return torch.randn(batch, heads, rows, trial.dim, device="cuda").to(TORCH_DTYPES[trial.dtype])
+        return torch.randn(batch, heads, rows, trial.dim, device="cuda").to(DTYPE_NAMES[trial.dtype])
 
     q, k, v, dout = (normal(rows) for rows in (len_q, len_k, len_k, len_q))
     tensors, gpu = Tensors(q, k, v), launch.gpu_of(q.device)
@@ -124,7 +124,7 @@ def fault_of(trial: Trial) -> str | None:
     run = _prepare(trial, 2, 2, 200, 333)
     run.start()
     torch.cuda.synchronize()
-    truth, plain = (_eager(run.inputs, trial.causal, dtype) for dtype in (torch.float64, TORCH_DTYPES[trial.dtype]))
+    truth, plain = (_eager(run.inputs, trial.causal, dtype) for dtype in (torch.float64, DTYPE_NAMES[trial.dtype]))
     for name, value in run.results.items():
         error, own = ((x.double() - truth[name]).abs().max().item() for x in (value, plain[name]))
         limit = 2 * (own + torch.finfo(value.dtype).eps * truth[name].abs().max().item())

@@ -113,15 +113,13 @@ def plot(
 ) -> None:
     """Draw a results file, light and dark: rates over the length, and the ratio of each case to the best peer."""
     drawn = []
-    name = re.sub(r"-\d{4}-\d{2}-\d{2}$", "", results.stem)
+    stem = re.sub(r"-\d{4}-\d{2}-\d{2}$", "", results.stem)
+    output.mkdir(parents=True, exist_ok=True)
     for direction in ("forward", "backward", "decode"):
         rates = figures.read(results, direction)
-        for name, draw in (("rates", figures.over_length), ("ratios", figures.against_best)):
-            for theme in ("light", "dark"):
-                path = (
-                    output
-                    / f"{re.sub('-?[0-9]{4}-[0-9]{2}-[0-9]{2}', '', results.stem)}-{direction}-{name}-{theme}.svg"
-                )
+        for kind, draw in (("rates", figures.over_length), ("ratios", figures.against_best)):
+            for theme in figures.THEMES:
+                path = output / f"{stem}-{direction}-{kind}-{theme}.svg"
                 if draw(rates, path, theme):
                     drawn.append(path)
     if not drawn:
