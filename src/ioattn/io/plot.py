@@ -82,6 +82,7 @@ def figure(
         fig = Figure(figsize=(width, height), layout="constrained")
         axes = fig.subplots(rows, columns, squeeze=rows == 1)
         yield axes
+        path.parent.mkdir(parents=True, exist_ok=True)
         fig.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
