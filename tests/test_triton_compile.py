@@ -160,7 +160,7 @@ class Machine(NamedTuple):
 def registers_written(name: str, target: str) -> set[str]:
     """The registers that an instruction with this name and first operand writes."""
     register = re.fullmatch(r"(U?R)(\d+)", target)
-    if not register or name.startswith(("ST", "LDGSTS", "RED")):
+    if not register or name.startswith(("ST", "LDGSTS", "RED.")):
         return set()
     product = re.match(r"HGMMA\.64x(\d+)x", name)
     pair = "WIDE" in name or "CS2R" in name or (".64" in name and not name.startswith("SHF"))

@@ -68,8 +68,8 @@ FP16X3 = "fp16x3"
 
 TABLE: dict[tuple[Family, Direction, int], tuple[Row, ...]] = {
     ("wgmma", "forward", 2): (
-        Row(64, (Tiles(64, 64, 4, 3),), "431 / 365; 128 queries on 8 warps 417 / 270"),
-        Row(128, (Tiles(128, 128, 8, 2), Tiles(128, 64, 8, 2)), "425 / 370; 64 keys, 3 stages 404 / 374"),
+        Row(64, (Tiles(64, 64, 4, 3),), "459 / 377; 128 queries on 8 warps 433 / 288"),
+        Row(128, (Tiles(128, 128, 8, 3), Tiles(128, 128, 8, 2), Tiles(128, 64, 8, 2)), "475; 64 by 64, 4 warps 445"),
         Row(256, (Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 1)), "384 / 355; 32 keys 270 / 253"),
     ),
     ("wgmma", "key_value", 2): (
@@ -83,18 +83,38 @@ TABLE: dict[tuple[Family, Direction, int], tuple[Row, ...]] = {
         Row(256, (Tiles(128, 32, 8, 1), Tiles(64, 32, 4, 1)), "361 / 331; 64 by 64 on 8 warps 211 / 202"),
     ),
     ("wgmma", "forward", 4): (
-        Row(64, (Tiles(64, 64, 4, 2, X6), Tiles(64, 32, 4, 2, X6)), "57 / 52; three TF32 products 51 / 47"),
-        Row(128, (Tiles(128, 64, 8, 1, X6), Tiles(64, 32, 4, 1, X6)), "68 / 59; three TF32 products 39 / 33"),
+        Row(
+            64,
+            (Tiles(128, 64, 8, 2, FP16X3), Tiles(64, 64, 4, 2, X6), Tiles(64, 32, 4, 2, X6)),
+            "57 / 52; three TF32 products 51 / 47",
+        ),
+        Row(
+            128,
+            (Tiles(128, 32, 8, 2, FP16X3), Tiles(128, 64, 8, 1, X6), Tiles(64, 32, 4, 1, X6)),
+            "68 / 59; three TF32 products 39 / 33",
+        ),
         Row(256, (Tiles(64, 16, 4, 2, X6), Tiles(32, 16, 4, 1, X6)), "what shared memory holds"),
     ),
     ("wgmma", "key_value", 4): (
-        Row(64, (Tiles(32, 64, 4, 2, X6), Tiles(32, 64, 4, 1, X6)), "51 / 48; 128 keys on 8 warps 50 / 46"),
-        Row(128, (Tiles(16, 128, 8, 1, X6), Tiles(16, 64, 4, 1, X6)), "32 / 30; 32 by 64 on 8 warps 22 / 23"),
+        Row(
+            64,
+            (Tiles(32, 128, 8, 2, FP16X3), Tiles(32, 64, 4, 2, X6), Tiles(32, 64, 4, 1, X6)),
+            "51 / 48; 128 keys on 8 warps 50 / 46",
+        ),
+        Row(
+            128,
+            (Tiles(32, 64, 4, 1, FP16X3, apart=True), Tiles(16, 128, 8, 1, X6), Tiles(16, 64, 4, 1, X6)),
+            "32 / 30; 32 by 64 on 8 warps 22 / 23",
+        ),
         Row(256, (Tiles(16, 32, 8, 1, X6), Tiles(16, 16, 4, 1, X6)), "what registers hold"),
     ),
     ("wgmma", "query", 4): (
-        Row(64, (Tiles(64, 32, 4, 2, X6),), "50 / 48; 128 queries on 8 warps 48 / 44"),
-        Row(128, (Tiles(64, 32, 4, 1, X6), Tiles(64, 16, 4, 1, X6)), "39 / 37; 128 by 16 on 8 warps 36 / 32"),
+        Row(64, (Tiles(64, 32, 4, 2, FP16X3), Tiles(64, 32, 4, 2, X6)), "50 / 48; 128 queries on 8 warps 48 / 44"),
+        Row(
+            128,
+            (Tiles(128, 32, 8, 1, FP16X3), Tiles(64, 32, 4, 1, X6), Tiles(64, 16, 4, 1, X6)),
+            "39 / 37; 128 by 16 on 8 warps 36 / 32",
+        ),
         Row(256, (Tiles(32, 16, 4, 1, X6),), "what shared memory holds"),
     ),
     ("mma", "forward", 2): (
@@ -144,7 +164,7 @@ def choose(problem: Problem, direction: Direction, gpu: Gpu | None) -> Tiles:
     width = max(padded(problem.dim), padded(problem.dim_v))
     rows = TABLE[gpu.family, row_of, problem.dtype.itemsize]
     choices = next(row.choices for row in rows if width <= row.max_width)
-    if not _may_split(problem):
+    if gpu.tensor_memory or not _may_split(problem):
         choices = tuple(t for t in choices if t.precision != FP16X3)
     tiles = next((t for t in choices if shared_bytes(problem, direction, t, gpu) <= gpu.shared_memory), choices[-1])
     while shared_bytes(problem, direction, tiles, gpu) > gpu.shared_memory and _smaller(tiles) != tiles:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ioattn.backends.triton.kernels.products import multiply, only_finite, scales_of, unscaled
 from ioattn.backends.triton.kernels.tiles import (
     EDGE,
     FULL,
@@ -24,17 +25,13 @@ from ioattn.backends.triton.kernels.tiles import (
     load_keys,
     load_queries,
     load_tile,
-    multiply,
-    only_finite,
     operands_at,
     place,
     query_ranges,
     rounded,
     row_at,
-    scales_of,
     sequence_of,
     store_tile,
-    unscaled,
     visible_at,
     weights_of,
 )
