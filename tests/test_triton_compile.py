@@ -145,7 +145,8 @@ class Machine(NamedTuple):
                 stack_pointer = {"R1"} if parts[0].strip() != "R1" else set()
                 if sources - written or sources & stack_pointer:
                     found.append(instruction)
-            written |= registers_written(name, parts[0].strip())
+            targets = [part.strip() for part in parts if not re.fullmatch(r"\s*U?P(\d|T)", part)]
+            written |= registers_written(name, targets[0] if targets else "")
         return found
 
     def loops(self) -> Iterator[list[str]]:
@@ -160,7 +161,7 @@ class Machine(NamedTuple):
 def registers_written(name: str, target: str) -> set[str]:
     """The registers that an instruction with this name and first operand writes."""
     register = re.fullmatch(r"(U?R)(\d+)", target)
-    if not register or name.startswith(("ST", "LDGSTS", "RED.")):
+    if not register or name.startswith(("ST", "LDGSTS", "RED.")) or "SETP" in name:
         return set()
     product = re.match(r"HGMMA\.64x(\d+)x", name)
     pair = "WIDE" in name or "CS2R" in name or (".64" in name and not name.startswith("SHF"))
