@@ -166,6 +166,8 @@ def choose(problem: Problem, direction: Direction, gpu: Gpu | None) -> Tiles:
     choices = next(row.choices for row in rows if width <= row.max_width)
     if gpu.tensor_memory or not _may_split(problem):
         choices = tuple(t for t in choices if t.precision != FP16X3)
+    if problem.precision is not None:
+        choices = tuple(t._replace(precision=problem.precision) for t in choices if t.precision != FP16X3)
     tiles = next((t for t in choices if shared_bytes(problem, direction, t, gpu) <= gpu.shared_memory), choices[-1])
     while shared_bytes(problem, direction, tiles, gpu) > gpu.shared_memory and _smaller(tiles) != tiles:
         tiles = _smaller(tiles)
