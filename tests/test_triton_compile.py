@@ -76,7 +76,9 @@ def kernels(
     steps = launch.prepare_backward(problem, tensors, out, out, grads, gpu(sm))
     groups = [launch.prepare_forward(problem, tensors, out, gpu(sm)), *steps]
     given = [launch.forward_arguments(problem, tensors, out, lse, lse)]
-    given += launch.backward_arguments(problem, tensors, out, lse, out, None, (lse, lse, lse), grads, bool(steps.value))
+    given += launch.backward_arguments(
+        problem, tensors, out, lse, out, None, (lse, lse, None, lse), grads, bool(steps.value)
+    )
     directions = ("forward", "delta", "key_value", "key_value", "query", "bias")
     for direction, group, arguments in zip(directions, groups, given, strict=True):
         if not group:
