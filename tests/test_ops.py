@@ -86,7 +86,20 @@ def operator_arguments(target: Target, case: Case) -> tuple[Any, ...]:
         case.tensors[n][(None,) * (4 - case.tensors[n].dim())] if n in case.tensors else None for n in ("bias", "mask")
     ]
     tensors += [case.tensors.get(n) for n in ("alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k")]
-    return (*tensors, None, 0, 0, "bottom-right", None, case.options.get("softcap"), False, None, None, target.name)
+    return (
+        *tensors,
+        None,
+        0,
+        0,
+        "bottom-right",
+        None,
+        case.options.get("softcap"),
+        False,
+        None,
+        None,
+        None,
+        target.name,
+    )
 
 
 OPCHECKED: dict[str, Callable[[Target], Case]] = {

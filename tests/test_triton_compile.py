@@ -76,7 +76,9 @@ def kernels(
     steps = launch.prepare_backward(problem, tensors, out, out, grads, gpu(sm))
     groups = [launch.prepare_forward(problem, tensors, out, gpu(sm)), *steps]
     given = [launch.forward_arguments(problem, tensors, out, lse, lse)]
-    given += launch.backward_arguments(problem, tensors, out, lse, out, None, (lse, lse, lse), grads, bool(steps.value))
+    given += launch.backward_arguments(
+        problem, tensors, out, lse, out, None, (lse, lse, None, lse), grads, bool(steps.value)
+    )
     directions = ("forward", "delta", "key_value", "key_value", "query", "bias")
     for direction, group, arguments in zip(directions, groups, given, strict=True):
         if not group:
@@ -145,7 +147,8 @@ class Machine(NamedTuple):
                 stack_pointer = {"R1"} if parts[0].strip() != "R1" else set()
                 if sources - written or sources & stack_pointer:
                     found.append(instruction)
-            written |= registers_written(name, parts[0].strip())
+            targets = [part.strip() for part in parts if not re.fullmatch(r"\s*U?P(\d|T)", part)]
+            written |= registers_written(name, targets[0] if targets else "")
         return found
 
     def loops(self) -> Iterator[list[str]]:
@@ -160,7 +163,7 @@ class Machine(NamedTuple):
 def registers_written(name: str, target: str) -> set[str]:
     """The registers that an instruction with this name and first operand writes."""
     register = re.fullmatch(r"(U?R)(\d+)", target)
-    if not register or name.startswith(("ST", "LDGSTS", "RED")):
+    if not register or name.startswith(("ST", "LDGSTS", "RED.")) or "SETP" in name:
         return set()
     product = re.match(r"HGMMA\.64x(\d+)x", name)
     pair = "WIDE" in name or "CS2R" in name or (".64" in name and not name.startswith("SHF"))
@@ -190,7 +193,8 @@ CASES: dict[str, tuple[torch.dtype, int]] = {
 
 # Per step of the innermost loop. The rest of the accumulators' 128 registers per thread is too little for this one.
 MAX_SPILLS = 16
-KNOWN_SPILLS = {("bf16 D128", 90, "key_value_kernel"): 110}
+# The fastest of those that were timed on an H200, all the same.
+KNOWN_SPILLS = {("bf16 D128", 90, "query_kernel"): 20, ("fp32 D64", 90, "forward_kernel"): 24}
 
 
 @pytest.mark.parametrize("sm", GPUS)
@@ -212,22 +216,34 @@ def test_causal_kernels_fit(case: str, sm: int, tmp_path: Path) -> None:
             assert machine.spills_in_loops() <= allowed, kernel
 
 
+@pytest.mark.parametrize("precision", [None, "tf32"])
+@pytest.mark.parametrize("sm", [80, 90])
+def test_float32_products_are_rounded_to_tf32_on_request_only(sm: int, precision: str | None, tmp_path: Path) -> None:
+    for kernel in kernels(sm, torch.float32, 64, Options(precision=precision)):
+        if kernel.name.startswith(("repair", "delta")):
+            continue
+        products = [i for _, i in machine_of(compile_for(sm, kernel), tmp_path).code if "MMA" in i.split()[0]]
+        assert products, kernel
+        assert all(("TF32" in i) == (precision == "tf32") for i in products), kernel
+
+
 PACKED = {"cu_seqlens_q": empty(9, dtype=torch.int32), "cu_seqlens_k": empty(9, dtype=torch.int32)}
 
-FEATURES: dict[str, tuple[Options, dict[str, torch.Tensor]]] = {
-    "window": (Options(lo=-100, hi=20), {}),
-    "softcap and ALiBi": (Options(hi=0, softcap=20.0), {"alibi_slopes": empty(8)}),
-    "bias": (Options(), {"bias": empty(2, 8, 2048, 2048)}),
-    "repeated bias and sinks": (Options(), {"bias": empty(1, 8, 1, 2048), "sinks": empty(8)}),
-    "mask": (Options(), {"mask": empty(2, 1, 2048, 2048, dtype=torch.bool)}),
-    "packed": (Options(hi=0, max_seqlen_q=900, max_seqlen_k=900), PACKED),
+BF16, FP32 = torch.bfloat16, torch.float32
+
+FEATURES: dict[str, tuple[torch.dtype, Options, dict[str, torch.Tensor]]] = {
+    "window": (BF16, Options(lo=-100, hi=20), {}),
+    "softcap and ALiBi": (FP32, Options(hi=0, softcap=20.0), {"alibi_slopes": empty(8)}),
+    "bias": (BF16, Options(), {"bias": empty(2, 8, 2048, 2048)}),
+    "repeated bias and sinks": (FP32, Options(), {"bias": empty(1, 8, 1, 2048), "sinks": empty(8)}),
+    "mask": (torch.float16, Options(), {"mask": empty(2, 1, 2048, 2048, dtype=torch.bool)}),
+    "packed": (BF16, Options(hi=0, max_seqlen_q=900, max_seqlen_k=900), PACKED),
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("feature", FEATURES)
-def test_every_feature_compiles(feature: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    options, extras = FEATURES[feature]
+def test_every_feature_compiles(feature: str, tmp_path: Path) -> None:
+    dtype, options, extras = FEATURES[feature]
     for kernel in kernels(90, dtype, 64, options, **extras):
         compiled = compile_for(90, kernel)
         assert compiled.metadata.shared <= kernel.shared_bound <= GPUS[90], kernel

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ioattn import ops, registry
-from ioattn.problem import Align, Options, Tensors
+from ioattn.problem import Align, Options, Precision, Tensors
 
 Window = tuple[int | None, int | None]
 
@@ -28,6 +28,7 @@ def attention(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
+    precision: Precision | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention in O(N) memory, differentiable in q, k, v, bias and sinks.
@@ -50,6 +51,8 @@ def attention(
         sinks: one logit per query head, `(H,)`: exp(sink) joins the denominator and has no value.
         return_lse: also return the log-sum-exp, which is differentiable too.
         deterministic: bitwise equal gradients from run to run, or an error where a backend cannot.
+        precision: "tf32" lets a backend round the operands of float32 products to 11 bits, where that is faster; it may
+            be more accurate. None: float32's own accuracy.
         backend: a name from `ioattn.registry.names()`; None chooses the first that takes the problem.
 
     Returns:
@@ -68,7 +71,7 @@ def attention(
     Source: Dao, Fu, Ermon, Rudra, Re 2022 (arXiv 2205.14135), Theorem 1; Dao 2023 (arXiv 2307.08691), Algorithms 1, 2.
     """
     tensors = Tensors.of(q, k, v, bias=bias, mask=mask, alibi_slopes=alibi_slopes, sinks=sinks)
-    options = Options.of(causal, window, scale, softcap, deterministic)
+    options = Options.of(causal, window, scale, softcap, deterministic).at(precision)
     return _attend(tensors, options, backend, return_lse)
 
 
@@ -89,6 +92,7 @@ def attention_varlen(
     sinks: Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
+    precision: Precision | None = None,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention within each of B sequences that lie one after another, without padding.
@@ -105,8 +109,9 @@ def attention_varlen(
         max_seqlen_q: the longest query sequence. On a GPU, giving both lengths avoids a wait for the device and, with
             it, the check of the offsets' values; on a CPU they are always checked.
         max_seqlen_k: the longest key sequence.
-        causal, window, scale, softcap, alibi_slopes, sinks, return_lse, deterministic, backend: as in `attention`, with
-            Nq and Nk the lengths of each sequence.
+        causal, window, scale, softcap, alibi_slopes, sinks, return_lse: as in `attention`, with Nq and Nk the lengths
+            of each sequence.
+        deterministic, precision, backend: as in `attention`.
 
     Returns:
         out `(Tq, H, Dv)`; with `return_lse` also lse `(H, Tq)`, float32, natural logarithm.
@@ -131,7 +136,7 @@ def attention_varlen(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
     )
-    options = Options.of(causal, window, scale, softcap, deterministic, max_seqlen_q, max_seqlen_k)
+    options = Options.of(causal, window, scale, softcap, deterministic, max_seqlen_q, max_seqlen_k).at(precision)
     return _attend(tensors, options, backend, return_lse)
 
 
@@ -145,6 +150,7 @@ def explain(
     scale: float | None = None,
     softcap: float | None = None,
     deterministic: bool = False,
+    precision: Precision | None = None,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     **tensors: Tensor | None,
@@ -152,7 +158,7 @@ def explain(
     """Which backend `attention` (or `attention_varlen`) would run for these arguments, and why no other.
 
     Args:
-        q, k, v, causal, window, scale, softcap, deterministic: as in `attention`.
+        q, k, v, causal, window, scale, softcap, deterministic, precision: as in `attention`.
         max_seqlen_q, max_seqlen_k: as in `attention_varlen`.
         tensors: bias, mask, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k.
 
@@ -170,7 +176,7 @@ def explain(
     unknown = sorted(set(tensors) - set(Tensors._fields))
     if unknown:
         raise TypeError(f"explain got {', '.join(unknown)}; tensors must be among {', '.join(Tensors._fields[3:])}")
-    options = Options.of(causal, window, scale, softcap, deterministic, max_seqlen_q, max_seqlen_k)
+    options = Options.of(causal, window, scale, softcap, deterministic, max_seqlen_q, max_seqlen_k).at(precision)
     return registry.explain(ops.describe(Tensors.of(q, k, v, **tensors), options))
 
 

@@ -27,7 +27,7 @@ NO_SLOPE_GRADIENT = "alibi_slopes requires a gradient; it has none here, it must
 _INPUTS = "Tensor q, Tensor k, Tensor v, " + ", ".join(f"Tensor? {name}" for name in Tensors._fields[3:])
 _OPTIONS = (
     "SymInt? lo, SymInt? hi, int shift, str align, float? scale, float? softcap, bool deterministic, "
-    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, str? backend"
+    "SymInt? max_seqlen_q, SymInt? max_seqlen_k, str? precision, str? backend"
 )
 _SAVED = "Tensor out, Tensor lse, Tensor dout, Tensor? dlse, bool want_dbias, bool want_dsinks"
 

@@ -21,6 +21,9 @@ from ioattn.scores import ALIBI, BIAS, SOFTCAP, Term
 
 Align = Literal["bottom-right", "top-left"]
 
+Precision = Literal["tf32"]
+"""What float32 products may be rounded to."""
+
 DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
@@ -80,6 +83,15 @@ class Options(NamedTuple):
     deterministic: bool = False
     max_seqlen_q: int | None = None
     max_seqlen_k: int | None = None
+    precision: Precision | None = None
+
+    def at(self, precision: Precision | None) -> Options:
+        """The same options, with products that may be rounded; raises ValueError for what is no precision."""
+        if precision is None:
+            return self
+        if precision != "tf32":
+            raise ValueError(f"precision is {precision!r}; it must be 'tf32', or None for float32's own")
+        return self._replace(precision=precision)
 
     @classmethod
     def of(
@@ -171,6 +183,7 @@ class Problem:
     sinks: bool = False
     packed: bool = False
     deterministic: bool = False
+    precision: Precision | None = None
     alignment: int = 16
 
     @classmethod
@@ -178,6 +191,8 @@ class Problem:
         """The problem of these inputs, checked; raises ValueError or TypeError naming the argument at fault."""
         check(tensors)
         q, k, v = tensors.q, tensors.k, tensors.v
+        if options.precision is not None and q.dtype != torch.float32:
+            raise ValueError(f"precision is {options.precision!r} and q is {q.dtype}; it must be None but for float32")
         packed = tensors.cu_seqlens_q is not None
         len_q, len_k = longest_lengths(tensors, options)
         return cls(
@@ -201,6 +216,7 @@ class Problem:
             sinks=tensors.sinks is not None,
             packed=packed,
             deterministic=options.deterministic,
+            precision=options.precision,
             alignment=_alignment(q, k, v),
         )
 
@@ -247,6 +263,8 @@ class Problem:
                 yield f"{name}({','.join(map(str, sizes))},Nk)"
         flags = (("alibi", self.alibi), ("sinks", self.sinks), ("deterministic", self.deterministic))
         yield from (name for name, on in flags if on)
+        if self.precision is not None:
+            yield self.precision
 
 
 def check(tensors: Tensors) -> None:

@@ -101,7 +101,7 @@ def _prepare(trial: Trial, batch: int, heads: int, len_q: int, len_k: int) -> _R
         config.choose = choose
     tops = launch.tops_of(problem, tensors, [forward, *steps], dout)
     given = launch.backward_arguments(
-        problem, tensors, out, lse, dout, None, (delta, None, tops), grads, bool(steps.value)
+        problem, tensors, out, lse, dout, None, (delta, None, None, tops), grads, bool(steps.value)
     )
     kernels = [(kernel, launch.forward_arguments(problem, tensors, out, lse, tops)) for kernel in forward]
     if trial.direction != "forward":

@@ -81,11 +81,12 @@ class Upstream(NamedTuple):
 
 
 class Repeats(NamedTuple):
-    """For how many batches, heads and tiles of queries one tile of a bias counts."""
+    """For how many batches, heads and tiles of queries one tile of a bias counts; in how many parts they are summed."""
 
     batches: Scalar
     heads: Scalar
     tiles: Scalar
+    parts: Scalar
 
 
 class Numbers(NamedTuple):

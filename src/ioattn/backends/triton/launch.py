@@ -42,6 +42,9 @@ from ioattn.compose import Formula, Function, fold
 from ioattn.problem import Gradients, Problem, Tensors
 from ioattn.scores import Term
 
+FILLING_PROGRAMS = 1024
+"""What keeps the multiprocessors of any GPU busy to the end."""
+
 MAX_PREPARED = 4096
 """Prepared calls that are remembered."""
 
@@ -81,16 +84,18 @@ def backward(
     delta = torch.empty_like(lse)
     repeated_bias = grads.dbias is not None and not _repeats_nothing(problem)
     totals = torch.empty_like(lse) if repeated_bias or grads.dsinks is not None else None
-    every = (*tensors, *grads, out, lse, dout, dlse, delta, totals)
+    parts = _bias_parts(problem, gpu_of(problem.device)) if grads.dbias is not None and repeated_bias else 1
+    partial = _room_for_parts(grads.dbias, parts)
+    every = (*tensors, *grads, out, lse, dout, dlse, delta, totals, partial)
 
     def prepare() -> tuple[Call, Call]:
         steps = prepare_backward(problem, tensors, out, dout, grads, gpu_of(problem.device))
 
         def describe(x: Sequence[Any]) -> list[Arguments]:
             count = len(Tensors._fields)
-            inputs, gradients = Tensors(*x[:count]), Gradients(*x[count:-7])
-            out, lse, dout, dlse = x[-7:-3]
-            return backward_arguments(problem, inputs, out, lse, dout, dlse, x[-3:], gradients, bool(steps.value))
+            inputs, gradients = Tensors(*x[:count]), Gradients(*x[count:-8])
+            out, lse, dout, dlse = x[-8:-4]
+            return backward_arguments(problem, inputs, out, lse, dout, dlse, x[-4:], gradients, bool(steps.value))
 
         example = (*every, _room_for_tops(problem, steps))
         before = Call(steps[:-1], lambda x: describe(x)[:-1], example)
@@ -108,6 +113,8 @@ def backward(
         weights = _sink_weights(tensors.sinks, lse)
         _make_delta(totals, delta, dlse, weights)
         bias_gradient(everything)
+        if partial is not None and grads.dbias is not None:
+            grads.dbias.copy_(partial.unflatten(0, (parts, -1)).sum(0))
         if grads.dsinks is not None:
             # The sink is one more key whose value is zero: dsink = P_sink * (0 - delta), over batch and queries.
             terms = torch.where(weights == 0, 0, weights * totals)
@@ -177,8 +184,8 @@ def backward_arguments(
     grads: Gradients,
     apart: bool,
 ) -> list[Arguments]:
-    """The arguments that hold tensors, for each of the `Steps`; scratch: delta, totals and tops."""
-    delta, totals, tops = scratch
+    """The arguments that hold tensors, for each of the `Steps`; scratch: delta, totals, parts of dbias, and tops."""
+    delta, totals, partial, tops = scratch
     assert delta is not None
     packed = problem.packed
     inputs, dout_matrix, delta_rows = _inputs(problem, tensors, tops), Matrix.of(dout, packed), Rows.of(delta, packed)
@@ -193,7 +200,7 @@ def backward_arguments(
         (inputs, upstream, dk, None if apart else dv),
         (inputs, upstream, None, dv),
         (inputs, upstream, dq, own_bias, totals_rows),
-        (inputs, upstream._replace(delta=full_delta), dbias),
+        (inputs, upstream._replace(delta=full_delta), dbias if partial is None else Matrix.of(partial)),
     ]
 
 
@@ -201,12 +208,31 @@ def _prepare_bias(problem: Problem, tensors: Tensors, wide: bool, gpu: Gpu | Non
     assert problem.bias is not None
     batches, heads, rows = problem.bias
     tiles, count, numbers, form = _launch(problem, tensors, "bias", wide, gpu)
-    one_row = rows == 1
-    repeats = Repeats(*map(encoded, (problem.batch // batches, problem.heads // heads, count if one_row else 1)))
-    own_tiles = 1 if one_row else count
+    own_tiles, repeated = (1, count) if rows == 1 else (count, 1)
+    counts = (problem.batch // batches, problem.heads // heads, repeated, _bias_parts(problem, gpu))
+    repeats = Repeats(*map(encoded, counts))
     numbers = numbers._replace(tiles=encoded(own_tiles))
+    programs = _count(problem.len_k, tiles.k_tile) * own_tiles * heads * batches * counts[-1]
+    return Prepared(bias_kernel, programs, (repeats, numbers, form, _formula(problem.terms).step, rows == 1), tiles)
+
+
+def _bias_parts(problem: Problem, gpu: Gpu | None) -> int:
+    """In how many parts the gradient of a repeated bias is summed: as many as it takes to fill a GPU."""
+    assert problem.bias is not None
+    batches, heads, rows = problem.bias
+    tiles = config.choose(problem, "bias", gpu)
+    own_tiles, repeated = _count(problem.len_q, tiles.q_tile), 1
+    if rows == 1:
+        own_tiles, repeated = repeated, own_tiles
     programs = _count(problem.len_k, tiles.k_tile) * own_tiles * heads * batches
-    return Prepared(bias_kernel, programs, (repeats, numbers, form, _formula(problem.terms).step, one_row), tiles)
+    repeats = (problem.batch // max(1, batches)) * (problem.heads // heads) * repeated
+    return max(1, min(repeats, FILLING_PROGRAMS // max(1, programs)))
+
+
+def _room_for_parts(dbias: Tensor | None, parts: int) -> Tensor | None:
+    if dbias is None or parts == 1:
+        return None
+    return torch.empty((parts * dbias.shape[0], *dbias.shape[1:]), dtype=torch.float32, device=dbias.device)
 
 
 def _sink_weights(sinks: Tensor | None, lse: Tensor) -> Tensor:

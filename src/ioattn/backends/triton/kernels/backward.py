@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ioattn.backends.triton.kernels.products import multiply, only_finite, scales_of, unscaled
 from ioattn.backends.triton.kernels.tiles import (
     EDGE,
     FULL,
@@ -24,17 +25,13 @@ from ioattn.backends.triton.kernels.tiles import (
     load_keys,
     load_queries,
     load_tile,
-    multiply,
-    only_finite,
     operands_at,
     place,
     query_ranges,
     rounded,
     row_at,
-    scales_of,
     sequence_of,
     store_tile,
-    unscaled,
     visible_at,
     weights_of,
 )
@@ -240,7 +237,8 @@ def bias_kernel(
 ):
     """Overwrite one tile of the gradient of a bias: the sum of dS over the batches, heads and queries it repeats for.
 
-    `repeats` counts them, in tiles of queries where the bias is ONE_ROW for all. One program sums them, in one order.
+    `repeats` counts them, in tiles of queries where the bias is ONE_ROW for all. One program sums a part of them, in
+    one order, and writes it where `dbias` has the batches of that part.
     """
     numbers = decoded(numbers)
     key_tiles = (numbers.len_k + form.K.ROWS - 1) // form.K.ROWS
@@ -248,13 +246,19 @@ def bias_kernel(
     k_start = program % key_tiles * form.K.ROWS
     own_tile = program // key_tiles % numbers.tiles
     own = program // key_tiles // numbers.tiles
+    repeated_batches = repeats.batches >> 2
     repeated_heads = repeats.heads >> 2
     repeated_tiles = repeats.tiles >> 2
-    own_head = own % (numbers.heads // repeated_heads)
-    own_batch = own // (numbers.heads // repeated_heads)
+    parts = repeats.parts >> 2
+    own_heads = numbers.heads // repeated_heads
+    own_batches = numbers.batch // repeated_batches
+    own_head = own % own_heads
+    own_batch = own // own_heads % own_batches
+    part = own // own_heads // own_batches
+    count = repeated_batches * repeated_heads * repeated_tiles
     total = tl.zeros((form.Q.ROWS, form.K.ROWS), tl.float32)
     scales = scales_of(inputs, 0, 0, numbers, numbers.heads, form)
-    for at in range((repeats.batches >> 2) * repeated_heads * repeated_tiles):
+    for at in range(count * part // parts, count * (part + 1) // parts):
         head = own_head + at // repeated_tiles % repeated_heads
         batch = own_batch + at // repeated_tiles // repeated_heads
         seq = sequence_of(batch.to(tl.int64), inputs, numbers, form)
@@ -265,7 +269,8 @@ def bias_kernel(
             queries = load_queries(task, upstream, q_start, form, EDGE)
             total += dscores_at(queries, load_keys(task, k_start, form, EDGE), task, form, step)
     column = k_start + tl.arange(0, form.K.ROWS)
-    pointers = row_at(dbias, own_batch.to(tl.int64), own_head.to(tl.int64), 0) + column.to(tl.int64) * dbias.column
+    batch = (part * own_batches + own_batch).to(tl.int64)
+    pointers = row_at(dbias, batch, own_head.to(tl.int64), 0) + column.to(tl.int64) * dbias.column
     exists = column < numbers.len_k
     if ONE_ROW:
         tl.store(pointers, rounded(tl.sum(total, 0), dbias.ptr.dtype.element_ty), mask=exists)

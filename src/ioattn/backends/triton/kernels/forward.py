@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ioattn.backends.triton.kernels.products import multiply, only_finite, scales_of, unscaled
 from ioattn.backends.triton.kernels.tiles import (
     EDGE,
     FULL,
@@ -24,16 +25,12 @@ from ioattn.backends.triton.kernels.tiles import (
     key_ranges,
     load_keys,
     load_q,
-    multiply,
-    only_finite,
     operands_at,
     or_zero,
     place,
     row_at,
-    scales_of,
     sequence_of,
     store_tile,
-    unscaled,
     visible_at,
 )
 

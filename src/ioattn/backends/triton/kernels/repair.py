@@ -14,11 +14,11 @@ import triton.language as tl
 
 from ioattn.backends.triton.kernels.backward import add_keys, add_queries, store_keys, sum_for
 from ioattn.backends.triton.kernels.forward import attend, sink_or_nothing, store_results
+from ioattn.backends.triton.kernels.products import add_special, scales_of
 from ioattn.backends.triton.kernels.tiles import (
     EDGE,
     EXACT,
     Task,
-    add_special,
     decoded,
     device,
     edge_start,
@@ -32,7 +32,6 @@ from ioattn.backends.triton.kernels.tiles import (
     place,
     query_ranges,
     row_at,
-    scales_of,
     sequence_of,
     store_tile,
     visible_at,

@@ -1,0 +1,91 @@
+"""Forms of the Triton kernels that its table may choose and its interpreter does not by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from attend import Shape, Target, check, dense, packed
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from ioattn.backends.triton import config, launch
+from ioattn.backends.triton.call import _by_address
+from ioattn.backends.triton.config import FP16X3, Tiles
+from ioattn.problem import Options, Problem, Tensors
+
+FORMS = {
+    "apart": Tiles(32, 64, 4, 1, apart=True),
+    "halves": Tiles(32, 64, 4, 1, FP16X3),
+    "halves apart": Tiles(64, 32, 4, 1, FP16X3, apart=True),
+}
+
+
+def test_later_calls_get_the_same_arguments_as_addresses() -> None:
+    x, bias = torch.empty(2, 4, 9, 16), torch.empty(1, 4, 1, 9)
+    tensors = Tensors(x, x.mT.contiguous().mT, x, bias, sinks=torch.empty(4))
+    problem = Problem.of(tensors, Options(lo=-3, softcap=2.0))
+    every = (*tensors, x, torch.empty(2, 4, 9), None)
+
+    def describe(given: Sequence[Any]) -> list[Any]:
+        return [launch.forward_arguments(problem, Tensors(*given[:-3]), *given[-3:])]
+
+    def with_addresses(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.data_ptr()
+        return tuple(map(with_addresses, value)) if isinstance(value, tuple) else value
+
+    made = _by_address(describe, every)
+    assert made is not None
+    assert made([None if x is None else x.data_ptr() for x in every]) == with_addresses(tuple(describe(every)))
+
+
+def test_a_tensor_that_is_copied_first_is_not_called_by_address() -> None:
+    apart = torch.empty(8)[::2]
+    assert _by_address(lambda given: [(given[0].contiguous(),)], [apart]) is None
+
+
+@pytest.fixture(params=FORMS)
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, backend: Target) -> Tiles:
+    if not backend.interpreted:
+        pytest.skip("in Triton's interpreter the tiles can be set")
+    tiles = FORMS[request.param]
+    monkeypatch.setattr(config, "INTERPRETER", tiles)
+    monkeypatch.setattr(launch, "_memories", {})
+    return tiles
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window and softcap": {"window": (40, 20), "softcap": 2.0},
+    "alibi": {"alibi": True, "causal": True},
+    "bias, mask and sinks": {"bias": (1, 1, 1, 130), "mask": (70, 130), "sinks": True},
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_feature(backend: Target, form: Tiles, feature: str) -> None:
+    check(backend, dense(backend, Shape(1, 4, 70, 130, 24, dim_v=40, kv_heads=2), **FEATURES[feature]))
+
+
+def test_packed(backend: Target, form: Tiles) -> None:
+    check(backend, packed(backend, [9, 70, 0, 17], [0, 90, 5, 70], causal=True, slack=5))
+
+
+@pytest.mark.parametrize("factor", [1e-6, 1e6, 1e12])
+def test_sizes_of_numbers(backend: Target, form: Tiles, factor: float) -> None:
+    """Halves have 5 bits of exponent: what is scaled wrongly is infinite or zero."""
+    case = dense(backend, Shape(1, 2, 70, 130, 16))
+    case = case.replace(v=case.tensors["v"] * factor)
+    check(backend, type(case)(case.tensors, case.dout * factor, None, case.options))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e5], ids=str)
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_what_does_not_fit_in_halves(backend: Target, form: Tiles, name: str, value: float) -> None:
+    case = dense(backend, Shape(1, 2, 70, 130, 16), causal=True)
+    case.tensors[name][0, 0, 60, 3] = value
+    check(backend, case)
