@@ -1,12 +1,16 @@
 """Gluon's names, the same from Triton 3.6 to the newest: the one file that knows how they moved."""
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
+    warpgroup_mma_accumulator,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
@@ -19,8 +23,19 @@ except ImportError:
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
+
+@builtin
+def _reduce_tile(desc, coord, src, _semantic=None):
+    """Triton 3.6 can emit the copy engine's reductions, but has no name for them."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
+
+
+add_tile = tma.async_atomic_add if hasattr(tma, "async_atomic_add") else _reduce_tile
+
 __all__ = [
     "GluonASTSource",
+    "add_tile",
     "aggregate",
     "fence_async_shared",
     "gl",
@@ -30,5 +45,7 @@ __all__ = [
     "store_tile",
     "tma",
     "warpgroup_mma",
+    "warpgroup_mma_accumulator",
+    "warpgroup_mma_init",
     "warpgroup_mma_wait",
 ]

@@ -4,7 +4,7 @@ A ring has one barrier per buffer for "full" and one for "empty". A role walks a
 the barriers need lives there and nowhere else.
 """
 
-from ioattn.backends.gluon.kernels.names import aggregate, gl, gluon, load_tile, mbarrier
+from ioattn.backends.gluon.kernels.names import aggregate, fence_async_shared, gl, gluon, load_tile, mbarrier
 
 
 @aggregate
@@ -27,6 +27,11 @@ class Cursor:
         index = self.index + 1
         round_trip = index == self.size
         return Cursor(gl.where(round_trip, 0, index), self.parity ^ round_trip.to(gl.int32), self.size)
+
+    @gluon.jit
+    def before(self):
+        """The buffer before this one, for a release: there the parity does not count."""
+        return Cursor(gl.where(self.index == 0, self.size - 1, self.index - 1), self.parity, self.size)
 
     @gluon.jit
     def again(self):
@@ -117,6 +122,93 @@ def ring(desc, size: gl.constexpr, readers: gl.constexpr):
     shape: gl.constexpr = desc.block_type.shape
     buffers = gl.allocate_shared_memory(desc.dtype, [size, shape[0], shape[1], shape[2], shape[3]], desc.layout)
     return Ring(buffers, barriers(size, 1), barriers(size, readers), shape[2], shape[3])
+
+
+@aggregate
+class RowRing:
+    """Tiles of rows with one number per row, which a loader fills together and `readers` compute groups drain."""
+
+    tiles: Ring
+    numbers: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, numbers):
+        self.tiles = tiles
+        self.numbers = numbers
+
+    @gluon.jit
+    def fill(self, cursor, desc, coord, numbers_desc, row):
+        """Once the buffer is free, copy a tile and the numbers of its rows into it."""
+        full = self.tiles.full.index(cursor.index)
+        self.tiles.acquire(cursor)
+        mbarrier.expect(full, desc.block_type.nbytes + numbers_desc.block_type.nbytes)
+        load_tile(numbers_desc, [row], full, self.numbers.index(cursor.index))
+        load_tile(desc, coord, full, self.tiles.buffers.index(cursor.index))
+
+    @gluon.jit
+    def get(self, cursor):
+        """Wait until the buffer is full; its tile as `[rows, dim]`."""
+        return self.tiles.get(cursor)
+
+    @gluon.jit
+    def of_rows(self, cursor, layout: gl.constexpr):
+        """The numbers of the rows, once `get` has returned."""
+        return self.numbers.index(cursor.index).load(layout)
+
+    @gluon.jit
+    def release(self, cursor):
+        """Say that this reader is done with the buffer."""
+        self.tiles.release(cursor)
+
+
+@gluon.jit
+def row_ring(desc, numbers_desc, size: gl.constexpr, readers: gl.constexpr):
+    """A ring of `size` buffers for the blocks of `desc` and as many numbers as they have rows."""
+    rows: gl.constexpr = numbers_desc.block_type.shape[0]
+    numbers = gl.allocate_shared_memory(gl.float32, [size, rows], numbers_desc.layout)
+    return RowRing(ring(desc, size, readers), numbers)
+
+
+@aggregate
+class Exchange:
+    """Buffers that the compute groups write together, each its part, and then all read."""
+
+    buffers: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, buffers, full, empty):
+        self.buffers = buffers
+        self.full = full
+        self.empty = empty
+
+    @gluon.jit
+    def put(self, cursor, start: gl.constexpr, part):
+        """Write rows from `start` on, once every group has read what was here before."""
+        mbarrier.wait(self.empty.index(cursor.index), cursor.parity ^ 1)
+        self.buffers.index(cursor.index).slice(start, part.shape[0], 0).store(part)
+        fence_async_shared()
+        mbarrier.arrive(self.full.index(cursor.index), count=1)
+
+    @gluon.jit
+    def get(self, cursor):
+        """The whole, once every group has written its part."""
+        mbarrier.wait(self.full.index(cursor.index), cursor.parity)
+        return self.buffers.index(cursor.index)
+
+    @gluon.jit
+    def release(self, cursor):
+        """Say that this group has read the whole."""
+        mbarrier.arrive(self.empty.index(cursor.index), count=1)
+
+
+@gluon.jit
+def exchange(dtype: gl.constexpr, rows: gl.constexpr, cols: gl.constexpr, size: gl.constexpr, groups: gl.constexpr):
+    """`size` buffers of `[rows, cols]` between `groups` groups."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, cols], dtype)
+    buffers = gl.allocate_shared_memory(dtype, [size, rows, cols], layout)
+    return Exchange(buffers, barriers(size, groups), barriers(size, groups))
 
 
 @aggregate

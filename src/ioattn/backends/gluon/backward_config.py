@@ -1,0 +1,73 @@
+"""What each backward kernel is compiled for: tile sizes by head dimension, and which features its code holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ioattn.backends.gluon.config import tile_dim
+from ioattn.problem import Problem
+
+KEYS = 128
+"""Keys of a tile: two compute groups of 64."""
+
+PAD = 128
+"""Rows of the workspace that a sequence is padded to: the most rows of a tile of queries."""
+
+L2_SECTION_BYTES = 28e6
+"""Queries, their gradients and dO of the heads in work together: half of the H200's 60 MB L2."""
+
+
+@dataclass(frozen=True)
+class BackwardConfig:
+    """One compiled kernel: tile sizes, and which features of a problem its code holds."""
+
+    dim: int
+    rows: int
+    stages: int
+    exchanges: int
+    registers: int
+    has_lo: bool = False
+    has_hi: bool = False
+    bottom_right: bool = True
+    masks: bool = False
+    has_softcap: bool = False
+    sequences: int = 0
+
+    @property
+    def keys(self) -> int:
+        """Keys of a tile."""
+        return KEYS
+
+
+def choose(problem: Problem) -> BackwardConfig:
+    """The kernel for a problem."""
+    dim = tile_dim(max(problem.dim, problem.dim_v))
+    band = problem.band
+    return BackwardConfig(
+        dim,
+        rows=128 if dim == 64 else 64,
+        stages=2,
+        exchanges=2 if dim > 64 else 1,
+        registers=240,
+        has_lo=band.lo is not None,
+        has_hi=band.hi is not None,
+        bottom_right=problem.align == "bottom-right",
+        masks=band.bounded or problem.packed or problem.len_k % KEYS != 0,
+        has_softcap=problem.softcap is not None,
+        sequences=1 << problem.batch.bit_length() if problem.packed else 0,
+    )
+
+
+def head_rows(problem: Problem, rows_q: int) -> int:
+    """Rows of the workspace per head: every sequence, and what lies behind the last packed one, padded to `PAD`."""
+    padded = -(-rows_q // PAD) * PAD
+    return padded + (problem.batch + 2) * PAD if problem.packed else padded
+
+
+def section(problem: Problem) -> int:
+    """How many key/value heads a section of the schedule takes: their queries should stay in L2 together."""
+    bytes_per_head = problem.len_q * problem.group * (4 * problem.dim + 2 * (problem.dim + problem.dim_v))
+    all_heads = problem.kv_heads if problem.packed else problem.kv_heads * problem.batch
+    most = int(min(max(L2_SECTION_BYTES // max(bytes_per_head, 1), 1), all_heads))
+    sizes = range((most + 1) // 2, most + 1)
+    return max(sizes, key=lambda size: ((all_heads - 1) % size + 1) / size + size / most)

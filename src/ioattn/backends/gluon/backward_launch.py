@@ -1,0 +1,244 @@
+"""Compiles and launches the Hopper backward: delta and a cleared buffer, the kernel, dQ in its dtype."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.compiler import ASTSource
+
+from ioattn.backends.gluon import backward_config as table
+from ioattn.backends.gluon.backward_config import BackwardConfig
+from ioattn.backends.gluon.kernels import around
+from ioattn.backends.gluon.kernels import backward as kernels
+from ioattn.backends.gluon.kernels.names import GluonASTSource, gl
+from ioattn.backends.gluon.launch import TARGET, Descriptor, _jit, counter, describe, tanh
+from ioattn.compose import Formula, fold
+from ioattn.problem import DTYPES, Gradients, Problem, Tensors
+
+ROWS = 64
+"""Rows of a tile before and after the kernel."""
+
+
+class BackwardPlan(NamedTuple):
+    """What a problem and the dtypes of its operands fix before its tensors are known."""
+
+    config: BackwardConfig
+    steps: tuple[Any, Any]
+    kernel: Any
+    before: Any
+    after: Any
+    section: int
+    grid: int
+
+
+@functools.lru_cache(maxsize=1024)
+def plan(problem: Problem, slopes: torch.dtype | None, has_dlse: bool) -> BackwardPlan:
+    """Configuration, kernels and grid of a problem."""
+    config = table.choose(problem)
+    steps = steps_of(problem)
+    kernel = compile_backward(config, problem.dtype, steps, slopes and DTYPES[slopes])
+    before = compile_prepare(config, problem.dtype, has_dlse)
+    tiles = -(-problem.len_k // table.KEYS) * problem.kv_heads * problem.batch
+    processors = torch.cuda.get_device_properties(problem.device).multi_processor_count
+    grid = processors if problem.packed else min(processors, tiles)
+    after = compile_convert(config, problem.dtype)
+    return BackwardPlan(config, steps, kernel, before, after, table.section(problem), grid)
+
+
+def steps_of(problem: Problem) -> tuple[Any, Any]:
+    """The score terms and their derivative as two device functions, or None where there are none."""
+    formula = _folded(problem.terms) if problem.terms else None
+    return (None, None) if formula is None else (formula.step, formula.dstep)
+
+
+@functools.lru_cache(maxsize=64)
+def _folded(terms: tuple[Any, ...]) -> Formula:
+    return fold(terms, {"tanh": tanh}, _jit)
+
+
+@functools.lru_cache(maxsize=256)
+def compile_backward(config: BackwardConfig, dtype: torch.dtype, steps: tuple[Any, Any], slopes: str | None) -> Any:
+    """The compiled kernel; needs no GPU. `slopes` is a dtype's name, or None where there are none."""
+    name = DTYPES[dtype]
+    element = {"fp16": gl.float16, "bf16": gl.bfloat16}[name]
+
+    def tile(rows: int, dim: int) -> str:
+        layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, dim], element)
+        return f"tensordesc<{name}[1,1,{rows},{dim}],{layout!r}>"
+
+    numbers = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    half = gl.NVMMASharedLayout.get_default_for([64, 64], gl.float32)
+    offsets = "*i32" if config.sequences else "constexpr"
+    signature = {
+        "q_desc": tile(config.rows, config.dim),
+        "k_desc": tile(config.keys, config.dim),
+        "v_desc": tile(config.keys, config.dim),
+        "dout_desc": tile(config.rows, config.dim),
+        "lse_desc": f"tensordesc<fp32[{config.rows}],{numbers!r}>",
+        "delta_desc": f"tensordesc<fp32[{config.rows}],{numbers!r}>",
+        "dq_desc": f"tensordesc<fp32[64,64],{half!r}>",
+        "dk_desc": tile(64, config.dim),
+        "dv_desc": tile(64, config.dim),
+        "dk": f"*{name}",
+        "dk_strides": ("i64",) * 3,
+        "dv": f"*{name}",
+        "dv_strides": ("i64",) * 3,
+        "dims": ("i32",) * 2,
+        "cu_seqlens_q": offsets,
+        "cu_seqlens_k": offsets,
+        "slopes": f"*{slopes}" if slopes else "constexpr",
+        "counter": "*i32",
+        "sizes": ("i32",) * 7,
+        "band": ("i32",) * 3,
+        "scale": "fp32",
+        "softcap": "fp32",
+        "config": "constexpr",
+        "step": "constexpr",
+        "dstep": "constexpr",
+    }
+    given = {"config": config, "step": steps[0], "dstep": steps[1]}
+    constants = {(i,): given.get(k) for i, (k, kind) in enumerate(signature.items()) if kind == "constexpr"}
+    source = GluonASTSource(kernels.backward, signature, constants, {})
+    return triton.compile(source, target=TARGET, options={"num_warps": 4})
+
+
+@functools.lru_cache(maxsize=256)
+def compile_prepare(config: BackwardConfig, dtype: torch.dtype, has_dlse: bool) -> Any:
+    """The compiled pass before the kernel; needs no GPU."""
+    signature = {
+        "out": f"*{DTYPES[dtype]}",
+        "out_strides": ("i64",) * 3,
+        "dout": f"*{DTYPES[dtype]}",
+        "dout_strides": ("i64",) * 3,
+        "lse": "*fp32",
+        "lse_strides": ("i64",) * 2,
+        "dlse": "*fp32" if has_dlse else "constexpr",
+        "dlse_strides": ("i64",) * 3,
+        "lse_rows": "*fp32",
+        "delta_rows": "*fp32",
+        "dq_rows": "*fp32",
+        "cu_seqlens": "*i32" if config.sequences else "constexpr",
+        "sizes": ("i32",) * 5,
+    }
+    return _compile_around(around.prepare, signature, config)
+
+
+@functools.lru_cache(maxsize=256)
+def compile_convert(config: BackwardConfig, dtype: torch.dtype) -> Any:
+    """The compiled pass after the kernel; needs no GPU."""
+    signature = {
+        "dq_rows": "*fp32",
+        "dq": f"*{DTYPES[dtype]}",
+        "dq_strides": ("i64",) * 3,
+        "cu_seqlens": "*i32" if config.sequences else "constexpr",
+        "sizes": ("i32",) * 5,
+        "scale": "fp32",
+    }
+    return _compile_around(around.convert, signature, config)
+
+
+def _compile_around(function: Any, signature: dict[str, Any], config: BackwardConfig) -> Any:
+    given = {"ROWS": ROWS, "DIM": config.dim, "SEQUENCES": config.sequences}
+    signature |= dict.fromkeys(given, "constexpr")
+    constants = {(i,): given.get(k) for i, (k, kind) in enumerate(signature.items()) if kind == "constexpr"}
+    # What torch allocates, and what the copy engine can reach, starts at a multiple of 16 bytes.
+    aligned = {"out", "dout", "lse_rows", "delta_rows", "dq_rows", "dq"}
+    attributes = {(i,): [["tt.divisibility", 16]] for i, k in enumerate(signature) if k in aligned}
+    source = ASTSource(function, signature, constants, attributes)
+    return triton.compile(source, target=TARGET, options={"num_warps": 4})
+
+
+def backward(
+    problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, grads: Gradients
+) -> None:
+    """Write the gradients; the problem has no objections and no empty tensors."""
+    q, k, v, slopes = tensors.q, tensors.k, tensors.v, tensors.alibi_slopes
+    use = plan(problem, None if slopes is None else slopes.dtype, dlse is not None)
+    config = use.config
+    out, dout = addressable(out), addressable(dout)
+    rows_q, rows_k = (q.shape[0], k.shape[0]) if problem.packed else (problem.len_q, problem.len_k)
+    entries = 1 if problem.packed else problem.batch
+    head_rows = table.head_rows(problem, rows_q)
+    total = entries * problem.heads * head_rows
+    lse_rows, delta_rows = torch.empty((2, total), dtype=torch.float32, device=problem.device)
+    dq_rows = torch.empty((total, config.dim), dtype=torch.float32, device=problem.device)
+    around_grid = (total // ROWS, 1, 1)
+    sizes = (problem.batch, problem.heads, rows_q, head_rows)
+    use.before[around_grid](
+        out,
+        _strides(out),
+        dout,
+        _strides(dout),
+        lse,
+        _row_strides(lse)[:2],
+        dlse,
+        (0, 0, 0) if dlse is None else _row_strides(dlse),
+        lse_rows,
+        delta_rows,
+        dq_rows,
+        tensors.cu_seqlens_q,
+        (*sizes, problem.dim_v),
+        ROWS,
+        config.dim,
+        config.sequences,
+    )
+    band = problem.band
+    use.kernel[(use.grid, 1, 1)](
+        describe(q),
+        describe(k),
+        describe(v),
+        describe(dout),
+        Descriptor(lse_rows, (total,), (1,)),
+        Descriptor(delta_rows, (total,), (1,)),
+        Descriptor(dq_rows, (total, config.dim), (config.dim, 1)),
+        describe(grads.dk),
+        describe(grads.dv),
+        grads.dk,
+        _strides(grads.dk),
+        grads.dv,
+        _strides(grads.dv),
+        (problem.dim, problem.dim_v),
+        tensors.cu_seqlens_q,
+        tensors.cu_seqlens_k,
+        slopes,
+        counter(problem.device),
+        (problem.batch, rows_q, rows_k, problem.kv_heads, use.section, head_rows, problem.group),
+        (band.lo or 0, band.hi or 0, band.shift),
+        problem.scale,
+        problem.softcap or 0.0,
+        config,
+        *use.steps,
+    )
+    use.after[around_grid](
+        dq_rows,
+        grads.dq,
+        _strides(grads.dq),
+        tensors.cu_seqlens_q,
+        (*sizes, problem.dim),
+        problem.scale,
+        ROWS,
+        config.dim,
+        config.sequences,
+    )
+
+
+def addressable(x: Tensor) -> Tensor:
+    """`x`, or a copy of it where the copy engine could not reach it: gradients come with any strides, 0 too."""
+    strides = [stride for size, stride in zip(x.shape[:-1], x.stride(), strict=False) if size > 1]
+    if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % 8 == 0 for s in strides):
+        return x
+    return x.contiguous()
+
+
+def _strides(x: Tensor) -> tuple[int, ...]:
+    """Strides of batch, head and row; packed tensors `(T, H, D)` are a batch of one."""
+    return x.stride()[:3] if x.dim() == 4 else (0, x.stride(1), x.stride(0))
+
+
+def _row_strides(x: Tensor) -> tuple[int, ...]:
+    """The same for one number per row, `(B, H, N)` or packed `(H, T)`."""
+    return x.stride() if x.dim() == 3 else (0, *x.stride())

@@ -1,0 +1,80 @@
+"""The backward kernel for Hopper: one loader and two compute groups per block, on a persistent grid."""
+
+from ioattn.backends.gluon.kernels.backward_call import GROUP_KEYS, BackwardCall, Derivative, Target
+from ioattn.backends.gluon.kernels.differentiate import differentiate
+from ioattn.backends.gluon.kernels.key_tiles import KeySchedule, QueryBand, key_board
+from ioattn.backends.gluon.kernels.load_backward import load_backward
+from ioattn.backends.gluon.kernels.names import gl, gluon
+from ioattn.backends.gluon.kernels.pipeline import exchange, ring, row_ring
+
+
+@gluon.jit
+def differentiate_0(call):
+    """The first group."""
+    differentiate(call, 0)
+
+
+@gluon.jit
+def differentiate_1(call):
+    """The second group."""
+    differentiate(call, 1)
+
+
+@gluon.jit
+def backward(
+    q_desc,
+    k_desc,
+    v_desc,
+    dout_desc,
+    lse_desc,
+    delta_desc,
+    dq_desc,
+    dk_desc,
+    dv_desc,
+    dk,
+    dk_strides,
+    dv,
+    dv_strides,
+    dims,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    slopes,
+    counter,
+    sizes,
+    band,
+    scale,
+    softcap,
+    config: gl.constexpr,
+    step: gl.constexpr,
+    dstep: gl.constexpr,
+):
+    """The kernel: sets the stage, then the loader and the compute groups run side by side."""
+    GROUPS: gl.constexpr = 2
+    rings = (
+        ring(k_desc, 1, GROUPS),
+        ring(v_desc, 1, GROUPS),
+        row_ring(q_desc, lse_desc, config.stages, GROUPS),
+        row_ring(dout_desc, delta_desc, config.stages, GROUPS),
+    )
+    schedule = KeySchedule(counter, cu_seqlens_q, cu_seqlens_k, sizes, config)
+    call = BackwardCall(
+        rings,
+        exchange(q_desc.dtype, GROUPS * GROUP_KEYS, config.rows, config.exchanges, GROUPS),
+        key_board(GROUPS),
+        QueryBand(band, config),
+        Derivative(scale, softcap, slopes, step, dstep, config.has_softcap),
+        (Target(dk_desc, dk, dk_strides, dims[0]), Target(dv_desc, dv, dv_strides, dims[1])),
+        dq_desc,
+        gl.allocate_shared_memory(gl.float32, [GROUPS, 64, 64], dq_desc.layout),
+        (schedule.group, schedule.head_rows),
+        config,
+    )
+    gl.warp_specialize(
+        [
+            (load_backward, (call, schedule, k_desc, v_desc, q_desc, dout_desc, lse_desc, delta_desc)),
+            (differentiate_0, (call,)),
+            (differentiate_1, (call,)),
+        ],
+        [4, 4],
+        [config.registers, config.registers],
+    )

@@ -1,0 +1,177 @@
+"""What the roles of one launch of the backward share: layouts, score formula, results, rings."""
+
+from ioattn.backends.gluon.kernels.call import LOG2E
+from ioattn.backends.gluon.kernels.key_tiles import KeyBoard, QueryBand
+from ioattn.backends.gluon.kernels.names import aggregate, gl, gluon, tma
+from ioattn.backends.gluon.kernels.pipeline import Exchange, Ring, RowRing
+
+GROUP_KEYS = gl.constexpr(64)
+"""Keys of one compute group: what a warp group's matrix instruction covers."""
+
+
+@aggregate
+class BackwardLayouts:
+    """How the tiles of one compute group lie in its registers."""
+
+    scores: gl.constexpr
+    acc: gl.constexpr
+    dq: gl.constexpr
+    operand: gl.constexpr
+    row: gl.constexpr
+    col: gl.constexpr
+    copy: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, rows, dim):
+        scores = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, rows, 16])
+        acc = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, dim, 16])
+        self.scores = gl.constexpr(scores)
+        self.acc = gl.constexpr(acc)
+        self.dq = gl.constexpr(
+            gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+        )
+        self.operand = gl.constexpr(gl.DotOperandLayout(0, acc, 2))
+        self.row = gl.constexpr(gl.SliceLayout(1, scores))
+        self.col = gl.constexpr(gl.SliceLayout(0, scores))
+        lanes = min(32, dim // 8)
+        self.copy = gl.constexpr(gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0]))
+
+
+@aggregate
+class Derivative:
+    """What turns a product of keys and queries into a score, and the gradient of the score into that of the product.
+
+    `start` counts the block's first query and `head` is a query head.
+    """
+
+    scale: gl.tensor
+    softcap: gl.tensor
+    slopes: object
+    step: object
+    dstep: object
+    has_softcap: gl.constexpr
+    has_alibi: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, scale, softcap, slopes, step, dstep, has_softcap):
+        self.scale = scale
+        self.softcap = softcap
+        self.slopes = gl.constexpr(None) if slopes is None else slopes
+        self.step = gl.constexpr(step)
+        self.dstep = gl.constexpr(dstep)
+        self.has_softcap = gl.constexpr(has_softcap)
+        self.has_alibi = gl.constexpr(slopes is not None)
+
+    @gluon.jit
+    def factor(self):
+        """What remains to multiply a score with to make it an exponent of two."""
+        if self.step is not None:
+            factor = gl.to_tensor(LOG2E)
+        else:
+            factor = self.scale * LOG2E
+        return factor
+
+    @gluon.jit
+    def forward(self, raw, tile, start, head, GROUP: gl.constexpr, layouts: gl.constexpr):
+        """Scores in natural units if there is a formula; else products as they are, and `factor` holds the scale."""
+        scores = raw
+        if self.step is not None:
+            scaled = raw * self.scale
+            distance = self.distance(scaled, tile, start, GROUP, layouts)
+            scores = self.step(scaled, distance, self.operands(head))  # type: ignore[operator]
+        return scores
+
+    @gluon.jit
+    def back(self, dscores, raw, tile, start, head, GROUP: gl.constexpr, layouts: gl.constexpr):
+        """The gradient of `scale * raw` from that of the scores."""
+        if self.has_softcap:
+            scaled = raw * self.scale
+            distance = self.distance(scaled, tile, start, GROUP, layouts)
+            dscores = self.dstep(dscores, scaled, distance, self.operands(head))  # type: ignore[operator]
+        return dscores
+
+    @gluon.jit
+    def distance(self, scores, tile, start, GROUP: gl.constexpr, layouts: gl.constexpr):
+        """abs(i + Nk - Nq - j), where ALiBi asks for it."""
+        distance = scores
+        if self.has_alibi:
+            keys = tile.k_start + GROUP * GROUP_KEYS + gl.arange(0, scores.shape[0], layouts.row)[:, None]
+            rows = start + gl.arange(0, scores.shape[1], layouts.col)[None, :]
+            distance = gl.abs((rows + (tile.len_k - tile.len_q) - keys).to(gl.float32))
+        return distance
+
+    @gluon.jit
+    def operands(self, head):
+        """One operand per term, in the terms' order."""
+        if self.has_softcap and self.has_alibi:
+            operands = (self.softcap, gl.load(self.slopes + head).to(gl.float32))
+        elif self.has_alibi:
+            operands = (gl.load(self.slopes + head).to(gl.float32),)
+        else:
+            operands = (self.softcap,)
+        return operands
+
+
+@aggregate
+class Target:
+    """A gradient in global memory, reached by the copy engine, or by pointers where a tile is cut short."""
+
+    desc: tma.tensor_descriptor
+    pointer: gl.tensor
+    batch: gl.tensor
+    head: gl.tensor
+    row: gl.tensor
+    dim: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, desc, pointer, strides, dim):
+        self.desc = desc
+        self.pointer = pointer
+        self.batch, self.head, self.row = strides
+        self.dim = dim
+
+    @gluon.jit
+    def store(self, tile, row, values):
+        """Store the rows from `row` on that belong to the tile's sequence; the next ones belong to another."""
+        layout: gl.constexpr = values.type.layout
+        rows = row + gl.arange(0, values.shape[0], gl.SliceLayout(1, layout))
+        cols = gl.arange(0, values.shape[1], gl.SliceLayout(0, layout))
+        at = tile.batch * self.batch + tile.head * self.head + (tile.k_offset + rows) * self.row
+        inside = (rows < tile.len_k)[:, None] & (cols < self.dim)[None, :]
+        gl.store(self.pointer + at[:, None] + cols[None, :], values, mask=inside)
+
+
+@aggregate
+class BackwardCall:
+    """All that the roles of one launch share. `group` heads share a head of keys, `head_rows` apart in the workspace."""
+
+    keys: Ring
+    values: Ring
+    queries: RowRing
+    douts: RowRing
+    dscores: Exchange
+    board: KeyBoard
+    band: QueryBand
+    scoring: Derivative
+    dk: Target
+    dv: Target
+    dq_desc: tma.tensor_descriptor
+    dq_tiles: gl.shared_memory_descriptor
+    group: gl.tensor
+    head_rows: gl.tensor
+    layouts: BackwardLayouts
+    config: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, rings, dscores, board, band, scoring, targets, dq_desc, dq_tiles, heads, config):
+        self.keys, self.values, self.queries, self.douts = rings
+        self.dscores = dscores
+        self.board = board
+        self.band = band
+        self.scoring = scoring
+        self.dk, self.dv = targets
+        self.dq_desc = dq_desc
+        self.dq_tiles = dq_tiles
+        self.group, self.head_rows = heads
+        self.layouts = BackwardLayouts(config.rows, config.dim)
+        self.config = gl.constexpr(config)

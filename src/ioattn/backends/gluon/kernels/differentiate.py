@@ -1,0 +1,194 @@
+"""A compute group of the backward: one warp group that owns 64 keys of each tile.
+
+Scores are held as [K, Q], so that P^T and dS^T are left operands from registers in dV += P^T dO and dK += dS^T Q. For
+dQ = dS K the groups exchange dS through shared memory, and each adds its half of the result to an FP32 buffer in global
+memory, by the copy engine. Notation is that of `ioattn.backends.eager`.
+
+Products are issued so that the tensor cores have one to work on while the groups do anything else: dP during the
+exponentials, dV during dS, dK during the store of dQ and the start of the next step.
+"""
+
+from ioattn.backends.gluon.kernels.backward_call import GROUP_KEYS
+from ioattn.backends.gluon.kernels.names import (
+    add_tile,
+    aggregate,
+    fence_async_shared,
+    gl,
+    gluon,
+    store_tile,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_accumulator,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from ioattn.backends.gluon.kernels.pipeline import Cursor, start
+
+
+@aggregate
+class Sums:
+    """What a compute group carries from step to step; the last product of dK is still on its way."""
+
+    dk: warpgroup_mma_accumulator
+    dv: gl.tensor
+    steps: gl.tensor
+    place: Cursor
+    turn: Cursor
+
+    @gluon.constexpr_function
+    def __init__(self, dk, dv, steps, place, turn):
+        self.dk = dk
+        self.dv = dv
+        self.steps = steps
+        self.place = place
+        self.turn = turn
+
+
+@gluon.jit
+def differentiate(call, GROUP: gl.constexpr):
+    """One compute group: 64 keys of each tile."""
+    post = start(2)
+    kv_place = start(1)
+    place = start(call.config.stages)
+    turn = start(call.config.exchanges)
+    tile = call.board.read(post)
+    while tile.alive != 0:
+        place, turn = walk(call, tile, kv_place, place, turn, GROUP)
+        call.board.release(post)
+        post = post.next()
+        kv_place = kv_place.again()
+        tile = call.board.read(post)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def walk(call, tile, kv_place, place, turn, GROUP: gl.constexpr):
+    """dK and dV of the group's keys: a walk over the queries that see the tile, of every head that shares it."""
+    config: gl.constexpr = call.config
+    layouts: gl.constexpr = call.layouts
+    ROWS: gl.constexpr = config.rows
+    KEYS: gl.constexpr = config.keys
+    DIM: gl.constexpr = config.dim
+    queries = call.band.queries(tile, KEYS, ROWS)
+    zero = gl.zeros([GROUP_KEYS, DIM], gl.float32, layouts.acc)
+    sums = Sums(warpgroup_mma_init(zero), zero, gl.to_tensor(0), place, turn)
+    k_tile = call.keys.get(kv_place)
+    v_tile = call.values.get(kv_place)
+    for member in range(call.group):
+        head = tile.head * call.group + member
+        row = tile.row + member * call.head_rows
+        if config.masks:
+            for n in range(queries.edges):
+                sums = step(call, tile, k_tile, v_tile, row, queries.edge(n), head, sums, True, GROUP)
+        for block in range(queries.whole, queries.whole_end):
+            sums = step(call, tile, k_tile, v_tile, row, block, head, sums, False, GROUP)
+    dk = warpgroup_mma_wait(0, deps=[sums.dk])
+    call.keys.release(kv_place)
+    call.values.release(kv_place)
+    if sums.steps > 0:
+        call.queries.release(sums.place.before())
+    store_rows(call, tile, sums.dv, call.dv, GROUP)
+    store_rows(call, tile, dk * call.scoring.scale, call.dk, GROUP)
+    return sums.place, sums.turn
+
+
+@gluon.jit
+def step(call, tile, k_tile, v_tile, row, block, head, sums, MASKED: gl.constexpr, GROUP: gl.constexpr):
+    """One block of queries: what it adds to dK and dV, and what the keys add to its dQ."""
+    config: gl.constexpr = call.config
+    layouts: gl.constexpr = call.layouts
+    ROWS: gl.constexpr = config.rows
+    dtype: gl.constexpr = k_tile.dtype
+    place = sums.place
+    zero = gl.zeros([GROUP_KEYS, ROWS], gl.float32, layouts.scores)
+    k_rows = k_tile.slice(GROUP * GROUP_KEYS, GROUP_KEYS, 0)
+    v_rows = v_tile.slice(GROUP * GROUP_KEYS, GROUP_KEYS, 0)
+    q_tile = call.queries.get(place)
+    raw = warpgroup_mma(k_rows, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    dout_tile = call.douts.get(place)
+    dweights = warpgroup_mma(v_rows, dout_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    raw, dk = warpgroup_mma_wait(1, deps=[raw, sums.dk])
+    if sums.steps > 0:
+        call.queries.release(place.before())
+    lse = call.queries.of_rows(place, layouts.col)[None, :]
+    scores = call.scoring.forward(raw, tile, block * ROWS, head, GROUP, layouts)
+    weights = gl.exp2(scores * call.scoring.factor() - lse)
+    if MASKED:
+        visible = sees(call, tile, block, GROUP)
+        weights = gl.where(visible, weights, 0.0)
+    dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), layouts.operand), dout_tile, sums.dv, is_async=True)
+    dweights = warpgroup_mma_wait(1, deps=[dweights])
+    delta = call.douts.of_rows(place, layouts.col)[None, :]
+    dscores = weights * (dweights - delta)
+    if MASKED:
+        dscores = gl.where(visible, dscores, 0.0)
+    dscores = call.scoring.back(dscores, raw, tile, block * ROWS, head, GROUP, layouts).to(dtype)
+    call.dscores.put(sums.turn, GROUP * GROUP_KEYS, dscores)
+    shared = call.dscores.get(sums.turn)
+    dq = multiply_dscores(call, shared, k_tile, GROUP)
+    dk = warpgroup_mma(gl.convert_layout(dscores, layouts.operand), q_tile, dk, is_async=True)
+    dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])
+    call.douts.release(place)
+    call.dscores.release(sums.turn)
+    add_dq(call, dq, row + block * ROWS, GROUP)
+    return Sums(dk, dv, sums.steps + 1, place.next(), sums.turn.next())
+
+
+@gluon.jit
+def sees(call, tile, block, GROUP: gl.constexpr):
+    """Whether each of the group's keys is seen by each query of the block."""
+    ROWS: gl.constexpr = call.config.rows
+    layouts: gl.constexpr = call.layouts
+    # A thread holds columns 8 a + 2 lane + b. Counting from its lane makes a and b constants of each instruction.
+    cols = gl.arange(0, ROWS, layouts.col)[None, :]
+    origin = block * ROWS + (cols & 6)
+    keys = tile.k_start + GROUP * GROUP_KEYS + gl.arange(0, GROUP_KEYS, layouts.row)[:, None]
+    return call.band.keeps(tile, keys - origin, cols & ~6, origin)
+
+
+@gluon.jit
+def multiply_dscores(call, shared, k_tile, GROUP: gl.constexpr):
+    """Start the group's half of dQ = dS K: half of the columns, or half of the rows where there are 128."""
+    DIM: gl.constexpr = call.config.dim
+    zero = gl.zeros([64, 64], gl.float32, call.layouts.dq)
+    if call.config.rows == 64:
+        left = shared.permute((1, 0))
+        right = k_tile.slice(GROUP * (DIM // 2), DIM // 2, 1)
+    else:
+        left = shared.slice(GROUP * 64, 64, 1).permute((1, 0))
+        right = k_tile
+    return warpgroup_mma(left, right, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def add_dq(call, dq, row, GROUP: gl.constexpr):
+    """Add the group's half of a tile to the FP32 buffer of dQ."""
+    tile = call.dq_tiles.index(GROUP)
+    tma.store_wait(0)
+    tile.store(dq)
+    fence_async_shared()
+    if call.config.rows == 64:
+        add_tile(call.dq_desc, [row, GROUP * 64], tile)
+    else:
+        add_tile(call.dq_desc, [row + GROUP * 64, 0], tile)
+
+
+@gluon.jit
+def store_rows(call, tile, result, target, GROUP: gl.constexpr):
+    """Store the group's 64 rows of dK or dV through its part of the buffer of dQ."""
+    DIM: gl.constexpr = call.config.dim
+    buffer = call.dq_tiles.index(GROUP)
+    row = tile.k_start + GROUP * GROUP_KEYS
+    tma.store_wait(0)
+    staged = buffer._reinterpret(target.desc.dtype, [1, 1, GROUP_KEYS, DIM], target.desc.layout)
+    rows = staged.reshape([GROUP_KEYS, DIM])
+    rows.store(result.to(target.desc.dtype))
+    if call.config.sequences > 0:
+        if row + GROUP_KEYS <= tile.len_k:
+            fence_async_shared()
+            store_tile(target.desc, [tile.batch, tile.head, tile.k_offset + row, 0], staged)
+        else:
+            target.store(tile, row, rows.load(call.layouts.copy))
+    else:
+        fence_async_shared()
+        store_tile(target.desc, [tile.batch, tile.head, row, 0], staged)
