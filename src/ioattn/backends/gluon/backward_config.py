@@ -31,6 +31,10 @@ class BackwardConfig:
     bottom_right: bool = True
     masks: bool = False
     has_softcap: bool = False
+    grouped: bool = False
+    carry: bool = False
+    dk_shared: bool = False
+    late_dv: bool = False
     sequences: int = 0
 
     @property
@@ -54,6 +58,7 @@ def choose(problem: Problem) -> BackwardConfig:
         bottom_right=problem.align == "bottom-right",
         masks=band.bounded or problem.packed or problem.len_k % KEYS != 0,
         has_softcap=problem.softcap is not None,
+        grouped=problem.group > 1,
         sequences=1 << problem.batch.bit_length() if problem.packed else 0,
     )
 

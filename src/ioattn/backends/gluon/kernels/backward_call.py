@@ -45,7 +45,7 @@ class Derivative:
     """
 
     scale: gl.tensor
-    softcap: gl.tensor
+    softcap: object
     slopes: object
     step: object
     dstep: object
@@ -55,7 +55,7 @@ class Derivative:
     @gluon.constexpr_function
     def __init__(self, scale, softcap, slopes, step, dstep, has_softcap):
         self.scale = scale
-        self.softcap = softcap
+        self.softcap = gl.constexpr(None) if softcap is None else softcap
         self.slopes = gl.constexpr(None) if slopes is None else slopes
         self.step = gl.constexpr(step)
         self.dstep = gl.constexpr(dstep)
@@ -114,29 +114,29 @@ class Derivative:
 
 @aggregate
 class Target:
-    """A gradient in global memory, reached by the copy engine, or by pointers where a tile is cut short."""
+    """A gradient in global memory, reached by the copy engine; in packed problems also by pointers, where a tile is cut
+    short: what follows belongs to another sequence.
+    """
 
     desc: tma.tensor_descriptor
-    pointer: gl.tensor
-    batch: gl.tensor
-    head: gl.tensor
-    row: gl.tensor
-    dim: gl.tensor
+    pointer: object
+    head: object
+    row: object
+    dim: object
 
     @gluon.constexpr_function
-    def __init__(self, desc, pointer, strides, dim):
+    def __init__(self, desc, pointer, strides):
         self.desc = desc
-        self.pointer = pointer
-        self.batch, self.head, self.row = strides
-        self.dim = dim
+        self.pointer = gl.constexpr(None) if pointer is None else pointer
+        self.head, self.row, self.dim = (gl.constexpr(None),) * 3 if strides is None else strides
 
     @gluon.jit
     def store(self, tile, row, values):
-        """Store the rows from `row` on that belong to the tile's sequence; the next ones belong to another."""
+        """Store the rows from `row` on that belong to the tile's sequence."""
         layout: gl.constexpr = values.type.layout
         rows = row + gl.arange(0, values.shape[0], gl.SliceLayout(1, layout))
         cols = gl.arange(0, values.shape[1], gl.SliceLayout(0, layout))
-        at = tile.batch * self.batch + tile.head * self.head + (tile.k_offset + rows) * self.row
+        at = tile.head * self.head + (tile.k_offset + rows) * self.row
         inside = (rows < tile.len_k)[:, None] & (cols < self.dim)[None, :]
         gl.store(self.pointer + at[:, None] + cols[None, :], values, mask=inside)
 
@@ -157,8 +157,8 @@ class BackwardCall:
     dv: Target
     dq_desc: tma.tensor_descriptor
     dq_tiles: gl.shared_memory_descriptor
-    group: gl.tensor
-    head_rows: gl.tensor
+    group: object
+    head_rows: object
     layouts: BackwardLayouts
     config: gl.constexpr
 
@@ -172,6 +172,6 @@ class BackwardCall:
         self.dk, self.dv = targets
         self.dq_desc = dq_desc
         self.dq_tiles = dq_tiles
-        self.group, self.head_rows = heads
+        self.group, self.head_rows = heads if config.grouped else (gl.constexpr(1), gl.constexpr(0))
         self.layouts = BackwardLayouts(config.rows, config.dim)
         self.config = gl.constexpr(config)

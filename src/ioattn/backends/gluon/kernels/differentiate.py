@@ -53,7 +53,7 @@ def differentiate(call, GROUP: gl.constexpr):
     turn = start(call.config.exchanges)
     tile = call.board.read(post)
     while tile.alive != 0:
-        place, turn = walk(call, tile, kv_place, place, turn, GROUP)
+        place, turn = walk(call, post, kv_place, place, turn, GROUP)
         call.board.release(post)
         post = post.next()
         kv_place = kv_place.again()
@@ -62,13 +62,14 @@ def differentiate(call, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def walk(call, tile, kv_place, place, turn, GROUP: gl.constexpr):
+def walk(call, post, kv_place, place, turn, GROUP: gl.constexpr):
     """dK and dV of the group's keys: a walk over the queries that see the tile, of every head that shares it."""
     config: gl.constexpr = call.config
     layouts: gl.constexpr = call.layouts
     ROWS: gl.constexpr = config.rows
     KEYS: gl.constexpr = config.keys
     DIM: gl.constexpr = config.dim
+    tile = call.board.read(post)
     queries = call.band.queries(tile, KEYS, ROWS)
     zero = gl.zeros([GROUP_KEYS, DIM], gl.float32, layouts.acc)
     sums = Sums(warpgroup_mma_init(zero), zero, gl.to_tensor(0), place, turn)
@@ -85,8 +86,11 @@ def walk(call, tile, kv_place, place, turn, GROUP: gl.constexpr):
     dk = warpgroup_mma_wait(0, deps=[sums.dk])
     call.keys.release(kv_place)
     call.values.release(kv_place)
-    if sums.steps > 0:
-        call.queries.release(sums.place.before())
+    if config.carry:
+        if sums.steps > 0:
+            call.queries.release(sums.place.before())
+    # Read again: what is not held on to need not be in registers all the way.
+    tile = call.board.read(post)
     store_rows(call, tile, sums.dv, call.dv, GROUP)
     store_rows(call, tile, dk * call.scoring.scale, call.dk, GROUP)
     return sums.place, sums.turn
@@ -108,34 +112,48 @@ def step(call, tile, k_tile, v_tile, row, block, head, sums, MASKED: gl.constexp
     dout_tile = call.douts.get(place)
     dweights = warpgroup_mma(v_rows, dout_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
     raw, dk = warpgroup_mma_wait(1, deps=[raw, sums.dk])
-    if sums.steps > 0:
-        call.queries.release(place.before())
+    if config.carry:
+        if sums.steps > 0:
+            call.queries.release(place.before())
     lse = call.queries.of_rows(place, layouts.col)[None, :]
     scores = call.scoring.forward(raw, tile, block * ROWS, head, GROUP, layouts)
     weights = gl.exp2(scores * call.scoring.factor() - lse)
     if MASKED:
-        visible = sees(call, tile, block, GROUP)
-        weights = gl.where(visible, weights, 0.0)
-    dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), layouts.operand), dout_tile, sums.dv, is_async=True)
-    dweights = warpgroup_mma_wait(1, deps=[dweights])
+        weights = gl.where(sees(call, tile, block, gl.int32, GROUP), weights, 0.0)
+    if config.late_dv:
+        dweights = warpgroup_mma_wait(0, deps=[dweights])
+    else:
+        dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), layouts.operand), dout_tile, sums.dv, is_async=True)
+        dweights = warpgroup_mma_wait(1, deps=[dweights])
     delta = call.douts.of_rows(place, layouts.col)[None, :]
     dscores = weights * (dweights - delta)
     if MASKED:
-        dscores = gl.where(visible, dscores, 0.0)
+        # Compared anew, and as another type: held on to, so many predicates are packed and unpacked, 300 instructions.
+        dscores = gl.where(sees(call, tile, block, gl.float32, GROUP), dscores, 0.0)
     dscores = call.scoring.back(dscores, raw, tile, block * ROWS, head, GROUP, layouts).to(dtype)
+    if config.late_dv:
+        dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), layouts.operand), dout_tile, sums.dv, is_async=True)
     call.dscores.put(sums.turn, GROUP * GROUP_KEYS, dscores)
     shared = call.dscores.get(sums.turn)
     dq = multiply_dscores(call, shared, k_tile, GROUP)
-    dk = warpgroup_mma(gl.convert_layout(dscores, layouts.operand), q_tile, dk, is_async=True)
+    if config.dk_shared:
+        own = shared.slice(GROUP * GROUP_KEYS, GROUP_KEYS, 0)
+        dk = warpgroup_mma(own, q_tile, dk, is_async=True)
+    else:
+        dk = warpgroup_mma(gl.convert_layout(dscores, layouts.operand), q_tile, dk, is_async=True)
     dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])
     call.douts.release(place)
     call.dscores.release(sums.turn)
     add_dq(call, dq, row + block * ROWS, GROUP)
+    if not config.carry:
+        dk = warpgroup_mma_wait(0, deps=[dk])
+        call.queries.release(place)
+        dk = warpgroup_mma_init(dk)
     return Sums(dk, dv, sums.steps + 1, place.next(), sums.turn.next())
 
 
 @gluon.jit
-def sees(call, tile, block, GROUP: gl.constexpr):
+def sees(call, tile, block, number: gl.constexpr, GROUP: gl.constexpr):
     """Whether each of the group's keys is seen by each query of the block."""
     ROWS: gl.constexpr = call.config.rows
     layouts: gl.constexpr = call.layouts
@@ -143,7 +161,7 @@ def sees(call, tile, block, GROUP: gl.constexpr):
     cols = gl.arange(0, ROWS, layouts.col)[None, :]
     origin = block * ROWS + (cols & 6)
     keys = tile.k_start + GROUP * GROUP_KEYS + gl.arange(0, GROUP_KEYS, layouts.row)[:, None]
-    return call.band.keeps(tile, keys - origin, cols & ~6, origin)
+    return call.band.keeps(tile, keys - origin, cols & ~6, origin, number)
 
 
 @gluon.jit

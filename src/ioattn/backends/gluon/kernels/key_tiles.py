@@ -69,9 +69,9 @@ class Queries:
 class QueryBand:
     """`ioattn.masks.Band` seen from the keys: query i sees key j when `lo <= j - i - shift <= hi`."""
 
-    lo: gl.tensor
-    hi: gl.tensor
-    shift: gl.tensor
+    lo: object
+    hi: object
+    shift: object
     has_lo: gl.constexpr
     has_hi: gl.constexpr
     bottom_right: gl.constexpr
@@ -79,7 +79,7 @@ class QueryBand:
 
     @gluon.constexpr_function
     def __init__(self, band, config):
-        self.lo, self.hi, self.shift = band
+        self.lo, self.hi, self.shift = band if config.has_lo or config.has_hi else (gl.constexpr(0),) * 3
         self.has_lo = gl.constexpr(config.has_lo)
         self.has_hi = gl.constexpr(config.has_hi)
         self.bottom_right = gl.constexpr(config.bottom_right)
@@ -88,7 +88,7 @@ class QueryBand:
     @gluon.jit
     def shift_of(self, tile):
         """The shift that aligns the sequence of a tile."""
-        shift = self.shift
+        shift = gl.to_tensor(self.shift)
         if self.bottom_right:
             shift += tile.len_k - tile.len_q
         return shift
@@ -122,15 +122,27 @@ class QueryBand:
         return Queries(first, whole - first, whole - first + last - whole_end, whole, whole_end)
 
     @gluon.jit
-    def keeps(self, tile, keys, queries, origin):
-        """Whether each key is seen by each query, both counted from `origin`; shapes broadcast."""
+    def keeps(self, tile, keys, queries, origin, number: gl.constexpr):
+        """Whether each key is seen by each query, both counted from `origin` and compared as `number`; shapes broadcast.
+
+        One comparison per element and side: what does not depend on the query, the end of the keys, moves a limit.
+        """
         shift = self.shift_of(tile)
-        kept = keys < tile.len_k - origin
+        exists = keys < tile.len_k - origin
+        queries = queries.to(number)
         if self.has_hi:
-            kept = kept & (queries >= keys - (shift + self.hi))
-        if self.has_lo:
-            kept = kept & (queries <= keys - (shift + self.lo))
+            kept = queries >= gl.where(exists, keys - (shift + self.hi), FAR).to(number)
+            if self.has_lo:
+                kept = kept & (queries <= (keys - (shift + self.lo)).to(number))
+        elif self.has_lo:
+            kept = queries <= gl.where(exists, keys - (shift + self.lo), -FAR).to(number)
+        else:
+            kept = queries >= gl.where(exists, 0, FAR).to(number)
         return kept
+
+
+FAR = gl.constexpr(1 << 20)
+"""More than the queries of a block."""
 
 
 @aggregate
