@@ -14,12 +14,9 @@ import torch
 from torch import Tensor
 
 from ioattn.backends.gluon import config
-from ioattn.problem import DTYPES, Problem, Tensors
+from ioattn.problem import DTYPES, Gradients, Problem, Tensors
 
 name = "gluon"
-
-forward_only = True
-
 
 def unusable() -> str | None:
     """Why this machine cannot run the kernels, or None."""
@@ -75,6 +72,24 @@ def forward(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> Non
         return
     with torch.cuda.device(problem.device):
         launch.forward(problem, tensors, out, lse)
+
+
+def backward(
+    problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, grads: Gradients
+) -> None:
+    """Write the gradients of q, k and v, and that of sinks where wanted, to `grads`."""
+    if tensors.q.numel() == 0 or tensors.k.numel() == 0:
+        for grad in grads:
+            if grad is not None:
+                grad.zero_()
+        if grads.dsinks is not None and dlse is not None:
+            # Only the sinks are left of the sums, and the LSE is the sink.
+            grads.dsinks.copy_(torch.where(lse == -math.inf, 0, dlse).sum(-1 if problem.packed else (0, -1)))
+        return
+    from ioattn.backends.gluon import backward_launch  # imports Triton
+
+    with torch.cuda.device(problem.device):
+        backward_launch.backward(problem, tensors, out, lse, dout, dlse, grads)
 
 
 def _no_keys(problem: Problem, tensors: Tensors, lse: Tensor) -> None:

@@ -34,8 +34,15 @@ class BackwardConfig:
     grouped: bool = False
     carry: bool = False
     dk_shared: bool = False
+    dq: str = "halves"
+    rotate: bool = False
     late_dv: bool = False
     sequences: int = 0
+
+    @property
+    def dq_tile(self) -> tuple[int, int]:
+        """Rows and columns of the tile of dQ that one group makes."""
+        return (self.rows, self.dim) if self.dq == "turns" else (64, 64)
 
     @property
     def keys(self) -> int:

@@ -36,12 +36,14 @@ class BackwardPlan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def plan(problem: Problem, slopes: torch.dtype | None, has_dlse: bool) -> BackwardPlan:
+def plan(
+    problem: Problem, slopes: torch.dtype | None, sinks: torch.dtype | None, dlse: torch.dtype | None
+) -> BackwardPlan:
     """Configuration, kernels and grid of a problem."""
     config = table.choose(problem)
     steps = steps_of(problem)
     kernel = compile_backward(config, problem.dtype, steps, slopes and DTYPES[slopes])
-    before = compile_prepare(config, problem.dtype, has_dlse)
+    before = compile_prepare(config, problem.dtype, dlse and DTYPES[dlse], sinks and DTYPES[sinks])
     tiles = -(-problem.len_k // table.KEYS) * problem.kv_heads * problem.batch
     processors = torch.cuda.get_device_properties(problem.device).multi_processor_count
     grid = processors if problem.packed else min(processors, tiles)
@@ -71,7 +73,8 @@ def compile_backward(config: BackwardConfig, dtype: torch.dtype, steps: tuple[An
         return f"tensordesc<{name}[1,1,{rows},{dim}],{layout!r}>"
 
     numbers = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    half = gl.NVMMASharedLayout.get_default_for([64, 64], gl.float32)
+    dq_rows, dq_cols = config.dq_tile
+    half = gl.NVMMASharedLayout.get_default_for([dq_rows, dq_cols], gl.float32)
     offsets = "*i32" if config.sequences else "constexpr"
     signature = {
         "q_desc": tile(config.rows, config.dim),
@@ -80,7 +83,8 @@ def compile_backward(config: BackwardConfig, dtype: torch.dtype, steps: tuple[An
         "dout_desc": tile(config.rows, config.dim),
         "lse_desc": f"tensordesc<fp32[{config.rows}],{numbers!r}>",
         "delta_desc": f"tensordesc<fp32[{config.rows}],{numbers!r}>",
-        "dq_desc": f"tensordesc<fp32[64,64],{half!r}>",
+        "dq_desc": f"tensordesc<fp32[{dq_rows},{dq_cols}],{half!r}>",
+        "dq_rows": "*fp32",
         "dk_desc": tile(64, config.dim),
         "dv_desc": tile(64, config.dim),
         "dk": f"*{name}" if config.sequences else "constexpr",
@@ -106,8 +110,8 @@ def compile_backward(config: BackwardConfig, dtype: torch.dtype, steps: tuple[An
 
 
 @functools.lru_cache(maxsize=256)
-def compile_prepare(config: BackwardConfig, dtype: torch.dtype, has_dlse: bool) -> Any:
-    """The compiled pass before the kernel; needs no GPU."""
+def compile_prepare(config: BackwardConfig, dtype: torch.dtype, dlse: str | None, sinks: str | None) -> Any:
+    """The compiled pass before the kernel; needs no GPU. `dlse` and `sinks` are dtype names, or None."""
     signature = {
         "out": f"*{DTYPES[dtype]}",
         "out_strides": ("i64",) * 3,
@@ -115,11 +119,13 @@ def compile_prepare(config: BackwardConfig, dtype: torch.dtype, has_dlse: bool) 
         "dout_strides": ("i64",) * 3,
         "lse": "*fp32",
         "lse_strides": ("i64",) * 2,
-        "dlse": "*fp32" if has_dlse else "constexpr",
+        "dlse": f"*{dlse}" if dlse else "constexpr",
         "dlse_strides": ("i64",) * 3,
         "lse_rows": "*fp32",
         "delta_rows": "*fp32",
         "dq_rows": "*fp32",
+        "sinks": f"*{sinks}" if sinks else "constexpr",
+        "sink_terms": "*fp32" if sinks else "constexpr",
         "cu_seqlens": "*i32" if config.sequences else "constexpr",
         "sizes": ("i32",) * 5,
     }
@@ -155,72 +161,55 @@ def backward(
     problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, grads: Gradients
 ) -> None:
     """Write the gradients; the problem has no objections and no empty tensors."""
-    q, k, v, slopes = tensors.q, tensors.k, tensors.v, tensors.alibi_slopes
-    use = plan(problem, None if slopes is None else slopes.dtype, dlse is not None)
-    config = use.config
+    sinks = tensors.sinks if grads.dsinks is not None else None
+    use = plan(problem, *map(_dtype, (tensors.alibi_slopes, sinks, dlse)))
     out, dout = addressable(out), addressable(dout)
-    rows_q, rows_k = (q.shape[0], k.shape[0]) if problem.packed else (problem.len_q, problem.len_k)
+    rows_q = tensors.q.shape[0] if problem.packed else problem.len_q
     entries = 1 if problem.packed else problem.batch
     head_rows = table.head_rows(problem, rows_q)
     total = entries * problem.heads * head_rows
     lse_rows, delta_rows = torch.empty((2, total), dtype=torch.float32, device=problem.device)
-    dq_rows = torch.empty((total, config.dim), dtype=torch.float32, device=problem.device)
-    around_grid = (total // ROWS, 1, 1)
+    dq_rows = torch.empty((total, use.config.dim), dtype=torch.float32, device=problem.device)
+    terms = None if sinks is None else torch.empty(total // ROWS, dtype=torch.float32, device=problem.device)
+    grid = (total // ROWS, 1, 1)
     sizes = (problem.batch, problem.heads, rows_q, head_rows)
-    use.before[around_grid](
-        out,
-        _strides(out),
-        dout,
-        _strides(dout),
-        lse,
-        _row_strides(lse)[:2],
-        dlse,
-        (0, 0, 0) if dlse is None else _row_strides(dlse),
-        lse_rows,
-        delta_rows,
-        dq_rows,
-        tensors.cu_seqlens_q,
-        (*sizes, problem.dim_v),
-        ROWS,
-        config.dim,
-        config.sequences,
+    constants = (ROWS, use.config.dim, use.config.sequences)
+    use.before[grid](
+        *(out, _strides(out), dout, _strides(dout), lse, _row_strides(lse)[:2]),
+        *(dlse, (0, 0, 0) if dlse is None else _row_strides(dlse)),
+        *(lse_rows, delta_rows, dq_rows, sinks, terms),
+        *(tensors.cu_seqlens_q, (*sizes, problem.dim_v), *constants),
     )
-    band = problem.band
+    _differentiate(problem, tensors, dout, (lse_rows, delta_rows, dq_rows), grads, use)
+    use.after[grid](
+        dq_rows, grads.dq, _strides(grads.dq), tensors.cu_seqlens_q, (*sizes, problem.dim), problem.scale, *constants
+    )
+    if grads.dsinks is not None and terms is not None:
+        grads.dsinks.copy_(terms.view(entries, problem.heads, -1).sum((0, 2)))
+
+
+def _differentiate(
+    problem: Problem, tensors: Tensors, dout: Tensor, workspace: tuple[Tensor, ...], grads: Gradients, use: BackwardPlan
+) -> None:
+    q, k, v, config, band = tensors.q, tensors.k, tensors.v, use.config, problem.band
+    lse_rows, delta_rows, dq_rows = workspace
+    total = len(dq_rows)
+    rows_q, rows_k = (q.shape[0], k.shape[0]) if problem.packed else (problem.len_q, problem.len_k)
+    head_rows = table.head_rows(problem, rows_q)
     use.kernel[(use.grid, 1, 1)](
-        describe(q),
-        describe(k),
-        describe(v),
-        describe(dout),
+        *map(describe, (q, k, v, dout)),
         Descriptor(lse_rows, (total,), (1,)),
         Descriptor(delta_rows, (total,), (1,)),
         Descriptor(dq_rows, (total, config.dim), (config.dim, 1)),
+        dq_rows,
         describe(grads.dk),
         describe(grads.dv),
-        grads.dk,
-        (*_strides(grads.dk)[1:], problem.dim),
-        grads.dv,
-        (*_strides(grads.dv)[1:], problem.dim_v),
-        tensors.cu_seqlens_q,
-        tensors.cu_seqlens_k,
-        slopes,
-        counter(problem.device),
+        *(grads.dk, (*_strides(grads.dk)[1:], problem.dim)),
+        *(grads.dv, (*_strides(grads.dv)[1:], problem.dim_v)),
+        *(tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.alibi_slopes, counter(problem.device)),
         (problem.batch, rows_q, rows_k, problem.kv_heads, use.section, head_rows, problem.group),
         (band.lo or 0, band.hi or 0, band.shift),
-        problem.scale,
-        problem.softcap,
-        config,
-        *use.steps,
-    )
-    use.after[around_grid](
-        dq_rows,
-        grads.dq,
-        _strides(grads.dq),
-        tensors.cu_seqlens_q,
-        (*sizes, problem.dim),
-        problem.scale,
-        ROWS,
-        config.dim,
-        config.sequences,
+        *(problem.scale, problem.softcap, config, *use.steps),
     )
 
 
@@ -240,3 +229,7 @@ def _strides(x: Tensor) -> tuple[int, ...]:
 def _row_strides(x: Tensor) -> tuple[int, ...]:
     """The same for one number per row, `(B, H, N)` or packed `(H, T)`."""
     return x.stride() if x.dim() == 3 else (0, *x.stride())
+
+
+def _dtype(x: Tensor | None) -> torch.dtype | None:
+    return None if x is None else x.dtype

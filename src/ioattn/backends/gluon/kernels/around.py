@@ -48,6 +48,8 @@ def prepare(
     lse_rows,
     delta_rows,
     dq_rows,
+    sinks,
+    sink_terms,
     cu_seqlens,
     sizes,
     ROWS: tl.constexpr,
@@ -56,7 +58,8 @@ def prepare(
 ):
     """For a tile of rows: delta = rowsum(dO * O) - dLSE, the LSE in powers of two, and zeros for dQ.
 
-    A row without a key gets an LSE of infinity, which makes its weights zero, and a delta of zero.
+    A row without a key gets an LSE of infinity, which makes its weights zero, and a delta of zero. A sink is one more key
+    whose value is zero: the gradient of its score is P_sink * (0 - delta), summed here over the tile.
     """
     batch, heads, len_q, head_rows, dim_v = sizes
     entry, head, row = place(heads, head_rows, ROWS)
@@ -88,6 +91,11 @@ def prepare(
     is_empty = row_lse == float("-inf")
     tl.store(lse_rows + to, tl.where(is_empty, float("inf"), row_lse * LOG2E))
     tl.store(delta_rows + to, tl.where(is_empty, 0.0, delta))
+    if sinks is not None:
+        sink = tl.load(sinks + head).to(tl.float32)
+        weights = tl.where(is_empty, 0.0, tl.exp2((sink - row_lse) * LOG2E))
+        terms = tl.where(weights == 0.0, 0.0, weights * delta)
+        tl.store(sink_terms + tl.program_id(0), -tl.sum(terms, 0))
 
 
 @triton.jit

@@ -29,6 +29,7 @@ def backward(
     lse_desc,
     delta_desc,
     dq_desc,
+    dq_rows,
     dk_desc,
     dv_desc,
     dk,
@@ -64,7 +65,8 @@ def backward(
         Derivative(scale, softcap, slopes, step, dstep, config.has_softcap),
         (Target(dk_desc, dk, dk_strides), Target(dv_desc, dv, dv_strides)),
         dq_desc,
-        gl.allocate_shared_memory(gl.float32, [GROUPS, 64, 64], dq_desc.layout),
+        dq_rows,
+        gl.allocate_shared_memory(gl.float32, [GROUPS, config.dq_tile[0], config.dq_tile[1]], dq_desc.layout),
         (schedule.group, schedule.head_rows),
         config,
     )

@@ -22,13 +22,13 @@ class BackwardLayouts:
     copy: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, rows, dim):
+    def __init__(self, rows, dim, dq_cols):
         scores = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, rows, 16])
         acc = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, dim, 16])
         self.scores = gl.constexpr(scores)
         self.acc = gl.constexpr(acc)
         self.dq = gl.constexpr(
-            gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
+            gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, dq_cols, 16])
         )
         self.operand = gl.constexpr(gl.DotOperandLayout(0, acc, 2))
         self.row = gl.constexpr(gl.SliceLayout(1, scores))
@@ -156,6 +156,7 @@ class BackwardCall:
     dk: Target
     dv: Target
     dq_desc: tma.tensor_descriptor
+    dq_rows: gl.tensor
     dq_tiles: gl.shared_memory_descriptor
     group: object
     head_rows: object
@@ -163,7 +164,7 @@ class BackwardCall:
     config: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, rings, dscores, board, band, scoring, targets, dq_desc, dq_tiles, heads, config):
+    def __init__(self, rings, dscores, board, band, scoring, targets, dq_desc, dq_rows, dq_tiles, heads, config):
         self.keys, self.values, self.queries, self.douts = rings
         self.dscores = dscores
         self.board = board
@@ -171,7 +172,8 @@ class BackwardCall:
         self.scoring = scoring
         self.dk, self.dv = targets
         self.dq_desc = dq_desc
+        self.dq_rows = dq_rows
         self.dq_tiles = dq_tiles
         self.group, self.head_rows = heads if config.grouped else (gl.constexpr(1), gl.constexpr(0))
-        self.layouts = BackwardLayouts(config.rows, config.dim)
+        self.layouts = BackwardLayouts(config.rows, config.dim, config.dq_tile[1])
         self.config = gl.constexpr(config)

@@ -81,8 +81,8 @@ def walk(call, post, kv_place, place, turn, GROUP: gl.constexpr):
         if config.masks:
             for n in range(queries.edges):
                 sums = step(call, tile, k_tile, v_tile, row, queries.edge(n), head, sums, True, GROUP)
-        for block in range(queries.whole, queries.whole_end):
-            sums = step(call, tile, k_tile, v_tile, row, block, head, sums, False, GROUP)
+        for n in range(queries.whole_end - queries.whole):
+            sums = step(call, tile, k_tile, v_tile, row, queries.inner(n), head, sums, False, GROUP)
     dk = warpgroup_mma_wait(0, deps=[sums.dk])
     call.keys.release(kv_place)
     call.values.release(kv_place)
@@ -134,17 +134,26 @@ def step(call, tile, k_tile, v_tile, row, block, head, sums, MASKED: gl.constexp
     if config.late_dv:
         dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), layouts.operand), dout_tile, sums.dv, is_async=True)
     call.dscores.put(sums.turn, GROUP * GROUP_KEYS, dscores)
-    shared = call.dscores.get(sums.turn)
-    dq = multiply_dscores(call, shared, k_tile, GROUP)
-    if config.dk_shared:
-        own = shared.slice(GROUP * GROUP_KEYS, GROUP_KEYS, 0)
-        dk = warpgroup_mma(own, q_tile, dk, is_async=True)
-    else:
+    if config.dq == "turns":
         dk = warpgroup_mma(gl.convert_layout(dscores, layouts.operand), q_tile, dk, is_async=True)
-    dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])
-    call.douts.release(place)
-    call.dscores.release(sums.turn)
-    add_dq(call, dq, row + block * ROWS, GROUP)
+        dv = warpgroup_mma_wait(1, deps=[dv])
+        call.douts.release(place)
+        if (sums.steps & 1) == GROUP:
+            dq = warpgroup_mma_wait(0, deps=[multiply_dscores(call, call.dscores.get(sums.turn), k_tile, GROUP)])
+            add_dq(call, dq, row + block * ROWS, GROUP)
+        call.dscores.release(sums.turn)
+    else:
+        shared = call.dscores.get(sums.turn)
+        dq = multiply_dscores(call, shared, k_tile, GROUP)
+        if config.dk_shared:
+            own = shared.slice(GROUP * GROUP_KEYS, GROUP_KEYS, 0)
+            dk = warpgroup_mma(own, q_tile, dk, is_async=True)
+        else:
+            dk = warpgroup_mma(gl.convert_layout(dscores, layouts.operand), q_tile, dk, is_async=True)
+        dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])
+        call.douts.release(place)
+        call.dscores.release(sums.turn)
+        add_dq(call, dq, row + block * ROWS, GROUP)
     if not config.carry:
         dk = warpgroup_mma_wait(0, deps=[dk])
         call.queries.release(place)
@@ -168,11 +177,17 @@ def sees(call, tile, block, number: gl.constexpr, GROUP: gl.constexpr):
 def multiply_dscores(call, shared, k_tile, GROUP: gl.constexpr):
     """Start the group's half of dQ = dS K: half of the columns, or half of the rows where there are 128."""
     DIM: gl.constexpr = call.config.dim
-    zero = gl.zeros([64, 64], gl.float32, call.layouts.dq)
-    if call.config.rows == 64:
+    ROWS: gl.constexpr = call.config.rows
+    if call.config.dq == "turns":
+        zero = gl.zeros([ROWS, DIM], gl.float32, call.layouts.dq)
+        left = shared.permute((1, 0))
+        right = k_tile
+    elif ROWS == 64:
+        zero = gl.zeros([64, 64], gl.float32, call.layouts.dq)
         left = shared.permute((1, 0))
         right = k_tile.slice(GROUP * (DIM // 2), DIM // 2, 1)
     else:
+        zero = gl.zeros([64, 64], gl.float32, call.layouts.dq)
         left = shared.slice(GROUP * 64, 64, 1).permute((1, 0))
         right = k_tile
     return warpgroup_mma(left, right, zero, use_acc=False, is_async=True)
@@ -181,14 +196,33 @@ def multiply_dscores(call, shared, k_tile, GROUP: gl.constexpr):
 @gluon.jit
 def add_dq(call, dq, row, GROUP: gl.constexpr):
     """Add the group's half of a tile to the FP32 buffer of dQ."""
-    tile = call.dq_tiles.index(GROUP)
-    tma.store_wait(0)
-    tile.store(dq)
-    fence_async_shared()
-    if call.config.rows == 64:
-        add_tile(call.dq_desc, [row, GROUP * 64], tile)
+    DIM: gl.constexpr = call.config.dim
+    if call.config.dq == "atomics":
+        rows = gl.arange(0, 64, gl.SliceLayout(1, call.layouts.dq))[:, None]
+        cols = gl.arange(0, 64, gl.SliceLayout(0, call.layouts.dq))[None, :]
+        if call.config.rows == 64:
+            at = call.dq_rows + (row.to(gl.int64) * DIM + GROUP * 64)
+        else:
+            at = call.dq_rows + (row + GROUP * 64).to(gl.int64) * DIM
+        gl.inline_asm_elementwise(
+            "red.relaxed.gpu.global.add.v2.f32 [$2], {$4, $5}; mov.u32 $0, 0; mov.u32 $1, 0;",
+            "=r,=r,l,l,f,f",
+            [(at + (rows * DIM + cols)).to(gl.int64), dq],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=2,
+        )
     else:
-        add_tile(call.dq_desc, [row + GROUP * 64, 0], tile)
+        tile = call.dq_tiles.index(GROUP)
+        tma.store_wait(0)
+        tile.store(dq)
+        fence_async_shared()
+        if call.config.dq == "turns":
+            add_tile(call.dq_desc, [row, 0], tile)
+        elif call.config.rows == 64:
+            add_tile(call.dq_desc, [row, GROUP * 64], tile)
+        else:
+            add_tile(call.dq_desc, [row + GROUP * 64, 0], tile)
 
 
 @gluon.jit

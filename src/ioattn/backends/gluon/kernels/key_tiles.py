@@ -50,14 +50,25 @@ class Queries:
     edges: gl.tensor
     whole: gl.tensor
     whole_end: gl.tensor
+    turned: object
 
     @gluon.constexpr_function
-    def __init__(self, first, before, edges, whole, whole_end):
+    def __init__(self, first, before, edges, whole, whole_end, turned):
         self.first = first
         self.before = before
         self.edges = edges
         self.whole = whole
         self.whole_end = whole_end
+        self.turned = gl.constexpr(None) if turned is None else turned
+
+    @gluon.jit
+    def inner(self, step):
+        """The block of a step among the whole ones."""
+        block = self.whole + step
+        if self.turned is not None:
+            block += self.turned
+            block = gl.where(block < self.whole_end, block, block - (self.whole_end - self.whole))
+        return block
 
     @gluon.jit
     def edge(self, step):
@@ -76,6 +87,7 @@ class QueryBand:
     has_hi: gl.constexpr
     bottom_right: gl.constexpr
     masks: gl.constexpr
+    turns: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(self, band, config):
@@ -84,6 +96,7 @@ class QueryBand:
         self.has_hi = gl.constexpr(config.has_hi)
         self.bottom_right = gl.constexpr(config.bottom_right)
         self.masks = gl.constexpr(config.masks)
+        self.turns = gl.constexpr(config.rotate)
 
     @gluon.jit
     def shift_of(self, tile):
@@ -119,7 +132,14 @@ class QueryBand:
             whole = gl.where(ragged, last, whole)
         whole = gl.maximum(whole, first)
         whole_end = gl.maximum(whole_end, whole)
-        return Queries(first, whole - first, whole - first + last - whole_end, whole, whole_end)
+        edges = whole - first + last - whole_end
+        if self.turns:
+            # Blocks that work on one head start at different queries, so that they do not add to the same dQ at once.
+            turned = (tile.k_start // rows) % gl.maximum(whole_end - whole, 1)
+            queries = Queries(first, whole - first, edges, whole, whole_end, turned)
+        else:
+            queries = Queries(first, whole - first, edges, whole, whole_end, None)
+        return queries
 
     @gluon.jit
     def keeps(self, tile, keys, queries, origin, number: gl.constexpr):

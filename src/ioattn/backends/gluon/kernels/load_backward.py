@@ -40,7 +40,7 @@ def load_queries(call, tile, q_offset, place, q_desc, dout_desc, lse_desc, delta
         head = tile.head * call.group + member
         row = tile.row + member * call.head_rows
         for step in range(steps):
-            block = queries.whole + (step - edges)
+            block = queries.inner(step - edges)
             if call.config.masks:
                 block = gl.where(step < edges, queries.edge(step), block)
             coord = [tile.batch, head, q_offset + block * ROWS, 0]
