@@ -40,6 +40,11 @@ class BackwardConfig:
     sequences: int = 0
 
     @property
+    def sums_dq(self) -> bool:
+        """Whether this kernel makes dQ, too."""
+        return self.dq != "none"
+
+    @property
     def dq_tile(self) -> tuple[int, int]:
         """Rows and columns of the tile of dQ that one group makes."""
         return (self.rows, self.dim) if self.dq == "turns" else (64, 64)
@@ -83,3 +88,43 @@ def section(problem: Problem) -> int:
     most = int(min(max(L2_SECTION_BYTES // max(bytes_per_head, 1), 1), all_heads))
     sizes = range((most + 1) // 2, most + 1)
     return max(sizes, key=lambda size: ((all_heads - 1) % size + 1) / size + size / most)
+
+
+@dataclass(frozen=True)
+class QueryConfig:
+    """One compiled kernel of dQ alone: tile sizes, and which features of a problem its code holds."""
+
+    dim: int
+    keys: int
+    k_stages: int
+    v_stages: int
+    groups: int = 2
+    registers: int = 240
+    ping_pong: bool = False
+    longest_first: bool = False
+    has_lo: bool = False
+    has_hi: bool = False
+    bottom_right: bool = True
+    masks: bool = False
+    has_softcap: bool = False
+    sequences: int = 0
+
+
+def choose_query(problem: Problem) -> QueryConfig:
+    """The kernel of dQ alone for a problem."""
+    dim = tile_dim(max(problem.dim, problem.dim_v))
+    band = problem.band
+    keys = 64 if dim == 256 else 128
+    return QueryConfig(
+        dim,
+        keys=keys,
+        k_stages={64: 3, 128: 2, 256: 2}[dim],
+        v_stages={64: 3, 128: 2, 256: 1}[dim],
+        longest_first=band.hi is not None,
+        has_lo=band.lo is not None,
+        has_hi=band.hi is not None,
+        bottom_right=problem.align == "bottom-right",
+        masks=band.bounded or problem.packed or problem.len_k % keys != 0,
+        has_softcap=problem.softcap is not None,
+        sequences=1 << problem.batch.bit_length() if problem.packed else 0,
+    )

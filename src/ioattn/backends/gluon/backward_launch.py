@@ -11,10 +11,12 @@ from torch import Tensor
 from triton.compiler import ASTSource
 
 from ioattn.backends.gluon import backward_config as table
-from ioattn.backends.gluon.backward_config import BackwardConfig
+from ioattn.backends.gluon.backward_config import BackwardConfig, QueryConfig
+from ioattn.backends.gluon.config import section as forward_section
 from ioattn.backends.gluon.kernels import around
 from ioattn.backends.gluon.kernels import backward as kernels
 from ioattn.backends.gluon.kernels.names import GluonASTSource, gl
+from ioattn.backends.gluon.kernels.query_gradient import query_gradient
 from ioattn.backends.gluon.launch import TARGET, Descriptor, _jit, counter, describe, tanh
 from ioattn.compose import Formula, fold
 from ioattn.problem import DTYPES, Gradients, Problem, Tensors
@@ -24,31 +26,41 @@ ROWS = 64
 
 
 class BackwardPlan(NamedTuple):
-    """What a problem and the dtypes of its operands fix before its tensors are known."""
+    """What a problem and the dtypes of its operands fix before its tensors are known.
+
+    `query` is the kernel of dQ alone with its configuration, or None where the common kernel sums dQ as well.
+    """
 
     config: BackwardConfig
     steps: tuple[Any, Any]
     kernel: Any
     before: Any
     after: Any
-    section: int
-    grid: int
+    query: tuple[QueryConfig, Any] | None
+    processors: int
 
 
 @functools.lru_cache(maxsize=1024)
 def plan(
     problem: Problem, slopes: torch.dtype | None, sinks: torch.dtype | None, dlse: torch.dtype | None
 ) -> BackwardPlan:
-    """Configuration, kernels and grid of a problem."""
+    """Configurations and kernels of a problem."""
     config = table.choose(problem)
     steps = steps_of(problem)
-    kernel = compile_backward(config, problem.dtype, steps, slopes and DTYPES[slopes])
-    before = compile_prepare(config, problem.dtype, dlse and DTYPES[dlse], sinks and DTYPES[sinks])
-    tiles = -(-problem.len_k // table.KEYS) * problem.kv_heads * problem.batch
-    processors = torch.cuda.get_device_properties(problem.device).multi_processor_count
-    grid = processors if problem.packed else min(processors, tiles)
-    after = compile_convert(config, problem.dtype)
-    return BackwardPlan(config, steps, kernel, before, after, table.section(problem), grid)
+    names = [x and DTYPES[x] for x in (slopes, sinks, dlse)]
+    query = None
+    if not config.sums_dq:
+        own = table.choose_query(problem)
+        query = own, compile_query(own, problem.dtype, steps, names[0])
+    return BackwardPlan(
+        config,
+        steps,
+        compile_backward(config, problem.dtype, steps, names[0]),
+        compile_prepare(config, problem.dtype, names[2], names[1]),
+        compile_convert(config, problem.dtype) if query is None else None,
+        query,
+        torch.cuda.get_device_properties(problem.device).multi_processor_count,
+    )
 
 
 def steps_of(problem: Problem) -> tuple[Any, Any]:
@@ -83,8 +95,8 @@ def compile_backward(config: BackwardConfig, dtype: torch.dtype, steps: tuple[An
         "dout_desc": tile(config.rows, config.dim),
         "lse_desc": f"tensordesc<fp32[{config.rows}],{numbers!r}>",
         "delta_desc": f"tensordesc<fp32[{config.rows}],{numbers!r}>",
-        "dq_desc": f"tensordesc<fp32[{dq_rows},{dq_cols}],{half!r}>",
-        "dq_rows": "*fp32",
+        "dq_desc": f"tensordesc<fp32[{dq_rows},{dq_cols}],{half!r}>" if config.sums_dq else "constexpr",
+        "dq_rows": "*fp32" if config.sums_dq else "constexpr",
         "dk_desc": tile(64, config.dim),
         "dv_desc": tile(64, config.dim),
         "dk": f"*{name}" if config.sequences else "constexpr",
@@ -95,7 +107,8 @@ def compile_backward(config: BackwardConfig, dtype: torch.dtype, steps: tuple[An
         "cu_seqlens_k": offsets,
         "slopes": f"*{slopes}" if slopes else "constexpr",
         "counter": "*i32",
-        "sizes": ("i32",) * 7,
+        "sizes": ("i32",) * 5,
+        "rows": ("i32",) * 2,
         "band": ("i32",) * 3,
         "scale": "fp32",
         "softcap": "fp32" if config.has_softcap else "constexpr",
@@ -106,6 +119,47 @@ def compile_backward(config: BackwardConfig, dtype: torch.dtype, steps: tuple[An
     given = {"config": config, "step": steps[0], "dstep": steps[1]}
     constants = {(i,): given.get(k) for i, (k, kind) in enumerate(signature.items()) if kind == "constexpr"}
     source = GluonASTSource(kernels.backward, signature, constants, {})
+    return triton.compile(source, target=TARGET, options={"num_warps": 4})
+
+
+@functools.lru_cache(maxsize=256)
+def compile_query(config: QueryConfig, dtype: torch.dtype, steps: tuple[Any, Any], slopes: str | None) -> Any:
+    """The compiled kernel of dQ alone; needs no GPU."""
+    name = DTYPES[dtype]
+    element = {"fp16": gl.float16, "bf16": gl.bfloat16}[name]
+
+    def tile(rows: int) -> str:
+        layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, config.dim], element)
+        return f"tensordesc<{name}[1,1,{rows},{config.dim}],{layout!r}>"
+
+    offsets = "*i32" if config.sequences else "constexpr"
+    signature = {
+        "q_desc": tile(64),
+        "dout_desc": tile(64),
+        "k_desc": tile(config.keys),
+        "v_desc": tile(config.keys),
+        "dq_desc": tile(64),
+        "lse": "*fp32",
+        "delta": "*fp32",
+        "row_strides": ("i64",) * 2,
+        "dq": f"*{name}" if config.sequences else "constexpr",
+        "dq_strides": ("i64", "i64", "i32") if config.sequences else "constexpr",
+        "cu_seqlens_q": offsets,
+        "cu_seqlens_k": offsets,
+        "slopes": f"*{slopes}" if slopes else "constexpr",
+        "counter": "*i32",
+        "sizes": ("i32",) * 5,
+        "kv_group": "i32",
+        "band": ("i32",) * 3,
+        "scale": "fp32",
+        "softcap": "fp32" if config.has_softcap else "constexpr",
+        "config": "constexpr",
+        "step": "constexpr",
+        "dstep": "constexpr",
+    }
+    given = {"config": config, "step": steps[0], "dstep": steps[1]}
+    constants = {(i,): given.get(k) for i, (k, kind) in enumerate(signature.items()) if kind == "constexpr"}
+    source = GluonASTSource(query_gradient, signature, constants, {})
     return triton.compile(source, target=TARGET, options={"num_warps": 4})
 
 
@@ -123,7 +177,8 @@ def compile_prepare(config: BackwardConfig, dtype: torch.dtype, dlse: str | None
         "dlse_strides": ("i64",) * 3,
         "lse_rows": "*fp32",
         "delta_rows": "*fp32",
-        "dq_rows": "*fp32",
+        "dq_rows": "*fp32" if config.sums_dq else "constexpr",
+        "flat_rows": "*fp32" if config.sequences and not config.sums_dq else "constexpr",
         "sinks": f"*{sinks}" if sinks else "constexpr",
         "sink_terms": "*fp32" if sinks else "constexpr",
         "cu_seqlens": "*i32" if config.sequences else "constexpr",
@@ -163,51 +218,94 @@ def backward(
     """Write the gradients; the problem has no objections and no empty tensors."""
     sinks = tensors.sinks if grads.dsinks is not None else None
     use = plan(problem, *map(_dtype, (tensors.alibi_slopes, sinks, dlse)))
+    config = use.config
     out, dout = addressable(out), addressable(dout)
     rows_q = tensors.q.shape[0] if problem.packed else problem.len_q
     entries = 1 if problem.packed else problem.batch
     head_rows = table.head_rows(problem, rows_q)
     total = entries * problem.heads * head_rows
-    lse_rows, delta_rows = torch.empty((2, total), dtype=torch.float32, device=problem.device)
-    dq_rows = torch.empty((total, use.config.dim), dtype=torch.float32, device=problem.device)
-    terms = None if sinks is None else torch.empty(total // ROWS, dtype=torch.float32, device=problem.device)
+    new = functools.partial(torch.empty, dtype=torch.float32, device=problem.device)
+    lse_rows, delta_rows = new((2, total))
+    dq_rows = new((total, config.dim)) if config.sums_dq else None
+    flat_rows = new((2, problem.heads, rows_q)) if problem.packed and not config.sums_dq else None
+    terms = None if sinks is None else new(total // ROWS)
     grid = (total // ROWS, 1, 1)
     sizes = (problem.batch, problem.heads, rows_q, head_rows)
-    constants = (ROWS, use.config.dim, use.config.sequences)
+    constants = (ROWS, config.dim, config.sequences)
     use.before[grid](
         *(out, _strides(out), dout, _strides(dout), lse, _row_strides(lse)[:2]),
         *(dlse, (0, 0, 0) if dlse is None else _row_strides(dlse)),
-        *(lse_rows, delta_rows, dq_rows, sinks, terms),
+        *(lse_rows, delta_rows, dq_rows, flat_rows, sinks, terms),
         *(tensors.cu_seqlens_q, (*sizes, problem.dim_v), *constants),
     )
     _differentiate(problem, tensors, dout, (lse_rows, delta_rows, dq_rows), grads, use)
-    use.after[grid](
-        dq_rows, grads.dq, _strides(grads.dq), tensors.cu_seqlens_q, (*sizes, problem.dim), problem.scale, *constants
-    )
+    if dq_rows is not None:
+        strides = _strides(grads.dq)
+        use.after[grid](
+            dq_rows, grads.dq, strides, tensors.cu_seqlens_q, (*sizes, problem.dim), problem.scale, *constants
+        )
+    elif flat_rows is not None:
+        _differentiate_queries(problem, tensors, dout, (*flat_rows, (0, rows_q)), grads.dq, use)
+    else:
+        rows = (lse_rows, delta_rows, (problem.heads * head_rows, head_rows))
+        _differentiate_queries(problem, tensors, dout, rows, grads.dq, use)
     if grads.dsinks is not None and terms is not None:
         grads.dsinks.copy_(terms.view(entries, problem.heads, -1).sum((0, 2)))
 
 
 def _differentiate(
-    problem: Problem, tensors: Tensors, dout: Tensor, workspace: tuple[Tensor, ...], grads: Gradients, use: BackwardPlan
+    problem: Problem,
+    tensors: Tensors,
+    dout: Tensor,
+    workspace: tuple[Tensor, Tensor, Tensor | None],
+    grads: Gradients,
+    use: BackwardPlan,
 ) -> None:
+    """Launch the kernel of dK and dV, and of dQ where it sums it."""
     q, k, v, config, band = tensors.q, tensors.k, tensors.v, use.config, problem.band
     lse_rows, delta_rows, dq_rows = workspace
-    total = len(dq_rows)
+    total = len(lse_rows)
     rows_q, rows_k = (q.shape[0], k.shape[0]) if problem.packed else (problem.len_q, problem.len_k)
-    head_rows = table.head_rows(problem, rows_q)
-    use.kernel[(use.grid, 1, 1)](
+    tiles = -(-problem.len_k // config.keys) * problem.kv_heads * problem.batch
+    use.kernel[(use.processors if problem.packed else min(use.processors, tiles), 1, 1)](
         *map(describe, (q, k, v, dout)),
         Descriptor(lse_rows, (total,), (1,)),
         Descriptor(delta_rows, (total,), (1,)),
-        Descriptor(dq_rows, (total, config.dim), (config.dim, 1)),
+        None if dq_rows is None else Descriptor(dq_rows, (total, config.dim), (config.dim, 1)),
         dq_rows,
         describe(grads.dk),
         describe(grads.dv),
         *(grads.dk, (*_strides(grads.dk)[1:], problem.dim)),
         *(grads.dv, (*_strides(grads.dv)[1:], problem.dim_v)),
         *(tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.alibi_slopes, counter(problem.device)),
-        (problem.batch, rows_q, rows_k, problem.kv_heads, use.section, head_rows, problem.group),
+        (problem.batch, rows_q, rows_k, problem.kv_heads, table.section(problem)),
+        (table.head_rows(problem, rows_q), problem.group),
+        (band.lo or 0, band.hi or 0, band.shift),
+        *(problem.scale, problem.softcap, config, *use.steps),
+    )
+
+
+def _differentiate_queries(
+    problem: Problem,
+    tensors: Tensors,
+    dout: Tensor,
+    rows: tuple[Tensor, Tensor, tuple[int, int]],
+    dq: Tensor,
+    use: BackwardPlan,
+) -> None:
+    """Launch the kernel of dQ alone; `rows` are LSE, delta and their strides of batch and head."""
+    assert use.query is not None
+    q, k, v, band = tensors.q, tensors.k, tensors.v, problem.band
+    config, kernel = use.query
+    tiles = -(-problem.len_q // (64 * config.groups)) * problem.heads * problem.batch
+    len_q, len_k = (q.shape[0], k.shape[0]) if problem.packed else (problem.len_q, problem.len_k)
+    kernel[(use.processors if problem.packed else min(use.processors, tiles), 1, 1)](
+        *map(describe, (q, dout, k, v, dq)),
+        *rows,
+        *(dq, (*_strides(dq)[1:], problem.dim)),
+        *(tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.alibi_slopes, counter(problem.device)),
+        (problem.batch, len_q, len_k, problem.heads, forward_section(problem)),
+        problem.group,
         (band.lo or 0, band.hi or 0, band.shift),
         *(problem.scale, problem.softcap, config, *use.steps),
     )

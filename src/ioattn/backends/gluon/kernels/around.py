@@ -48,6 +48,7 @@ def prepare(
     lse_rows,
     delta_rows,
     dq_rows,
+    flat_rows,
     sinks,
     sink_terms,
     cu_seqlens,
@@ -58,6 +59,8 @@ def prepare(
 ):
     """For a tile of rows: delta = rowsum(dO * O) - dLSE, the LSE in powers of two, and zeros for dQ.
 
+    Where dQ has a kernel of its own it needs no zeros, and that kernel finds LSE and delta of packed rows in `flat_rows`.
+
     A row without a key gets an LSE of infinity, which makes its weights zero, and a delta of zero. A sink is one more key
     whose value is zero: the gradient of its score is P_sink * (0 - delta), summed here over the tile.
     """
@@ -66,7 +69,9 @@ def prepare(
     at = row + tl.arange(0, ROWS)
     to = (entry * heads + head) * head_rows + at
     col = tl.arange(0, DIM)
-    tl.store(dq_rows + to[:, None] * DIM + col[None, :], tl.zeros([ROWS, DIM], tl.float32))
+    len_rows = len_q.to(tl.int64)
+    if dq_rows is not None:
+        tl.store(dq_rows + to[:, None] * DIM + col[None, :], tl.zeros([ROWS, DIM], tl.float32))
     if SEQUENCES > 0:
         sequence, offset, len_q, start = placed(row, cu_seqlens, batch, len_q, SEQUENCES)
         at -= start
@@ -89,8 +94,14 @@ def prepare(
         dlse_at = entry * dlse_strides[0] + head * dlse_strides[1]
         delta -= tl.load(dlse + dlse_at + source * dlse_strides[2], mask=exists, other=0.0).to(tl.float32)
     is_empty = row_lse == float("-inf")
-    tl.store(lse_rows + to, tl.where(is_empty, float("inf"), row_lse * LOG2E))
-    tl.store(delta_rows + to, tl.where(is_empty, 0.0, delta))
+    row_lse2 = tl.where(is_empty, float("inf"), row_lse * LOG2E)
+    delta = tl.where(is_empty, 0.0, delta)
+    tl.store(lse_rows + to, row_lse2)
+    tl.store(delta_rows + to, delta)
+    if flat_rows is not None:
+        flat = head * len_rows + source
+        tl.store(flat_rows + flat, row_lse2, mask=exists)
+        tl.store(flat_rows + heads * len_rows + flat, delta, mask=exists)
     if sinks is not None:
         sink = tl.load(sinks + head).to(tl.float32)
         weights = tl.where(is_empty, 0.0, tl.exp2((sink - row_lse) * LOG2E))

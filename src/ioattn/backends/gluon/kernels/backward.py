@@ -41,6 +41,7 @@ def backward(
     slopes,
     counter,
     sizes,
+    rows,
     band,
     scale,
     softcap,
@@ -56,7 +57,14 @@ def backward(
         row_ring(q_desc, lse_desc, config.stages, GROUPS),
         row_ring(dout_desc, delta_desc, config.stages, GROUPS),
     )
-    schedule = KeySchedule(counter, cu_seqlens_q, cu_seqlens_k, sizes, config)
+    schedule = KeySchedule(counter, cu_seqlens_q, cu_seqlens_k, sizes, rows, config)
+    # What is staged here is dQ, and at the end of a tile dK and dV.
+    if config.dq == "turns":
+        dq_tiles = gl.allocate_shared_memory(gl.float32, [GROUPS, config.rows, config.dim], dq_desc.layout)
+    elif config.dq == "halves":
+        dq_tiles = gl.allocate_shared_memory(gl.float32, [GROUPS, 64, 64], dq_desc.layout)
+    else:
+        dq_tiles = gl.allocate_shared_memory(q_desc.dtype, [GROUPS, 1, 1, GROUP_KEYS, config.dim], dk_desc.layout)
     call = BackwardCall(
         rings,
         exchange(q_desc.dtype, GROUPS * GROUP_KEYS, config.rows, config.exchanges, GROUPS),
@@ -66,7 +74,7 @@ def backward(
         (Target(dk_desc, dk, dk_strides), Target(dv_desc, dv, dv_strides)),
         dq_desc,
         dq_rows,
-        gl.allocate_shared_memory(gl.float32, [GROUPS, config.dq_tile[0], config.dq_tile[1]], dq_desc.layout),
+        dq_tiles,
         (schedule.group, schedule.head_rows),
         config,
     )

@@ -39,10 +39,7 @@ class BackwardLayouts:
 
 @aggregate
 class Derivative:
-    """What turns a product of keys and queries into a score, and the gradient of the score into that of the product.
-
-    `start` counts the block's first query and `head` is a query head.
-    """
+    """What turns a product of keys and queries into a score, and the gradient of the score into that of the product."""
 
     scale: gl.tensor
     softcap: object
@@ -72,32 +69,30 @@ class Derivative:
         return factor
 
     @gluon.jit
-    def forward(self, raw, tile, start, head, GROUP: gl.constexpr, layouts: gl.constexpr):
+    def shape(self, raw, tile, rows, cols, head):
         """Scores in natural units if there is a formula; else products as they are, and `factor` holds the scale."""
         scores = raw
         if self.step is not None:
             scaled = raw * self.scale
-            distance = self.distance(scaled, tile, start, GROUP, layouts)
+            distance = self.distance(scaled, tile, rows, cols)
             scores = self.step(scaled, distance, self.operands(head))  # type: ignore[operator]
         return scores
 
     @gluon.jit
-    def back(self, dscores, raw, tile, start, head, GROUP: gl.constexpr, layouts: gl.constexpr):
+    def unshape(self, dscores, raw, tile, rows, cols, head):
         """The gradient of `scale * raw` from that of the scores."""
         if self.has_softcap:
             scaled = raw * self.scale
-            distance = self.distance(scaled, tile, start, GROUP, layouts)
+            distance = self.distance(scaled, tile, rows, cols)
             dscores = self.dstep(dscores, scaled, distance, self.operands(head))  # type: ignore[operator]
         return dscores
 
     @gluon.jit
-    def distance(self, scores, tile, start, GROUP: gl.constexpr, layouts: gl.constexpr):
-        """abs(i + Nk - Nq - j), where ALiBi asks for it."""
+    def distance(self, scores, tile, rows, cols):
+        """abs(i + Nk - Nq - j) for queries `rows` and keys `cols`, where ALiBi asks for it."""
         distance = scores
         if self.has_alibi:
-            keys = tile.k_start + GROUP * GROUP_KEYS + gl.arange(0, scores.shape[0], layouts.row)[:, None]
-            rows = start + gl.arange(0, scores.shape[1], layouts.col)[None, :]
-            distance = gl.abs((rows + (tile.len_k - tile.len_q) - keys).to(gl.float32))
+            distance = gl.abs((rows + (tile.len_k - tile.len_q) - cols).to(gl.float32))
         return distance
 
     @gluon.jit
@@ -155,8 +150,8 @@ class BackwardCall:
     scoring: Derivative
     dk: Target
     dv: Target
-    dq_desc: tma.tensor_descriptor
-    dq_rows: gl.tensor
+    dq_desc: object
+    dq_rows: object
     dq_tiles: gl.shared_memory_descriptor
     group: object
     head_rows: object
@@ -171,8 +166,8 @@ class BackwardCall:
         self.band = band
         self.scoring = scoring
         self.dk, self.dv = targets
-        self.dq_desc = dq_desc
-        self.dq_rows = dq_rows
+        self.dq_desc = gl.constexpr(None) if dq_desc is None else dq_desc
+        self.dq_rows = gl.constexpr(None) if dq_rows is None else dq_rows
         self.dq_tiles = dq_tiles
         self.group, self.head_rows = heads if config.grouped else (gl.constexpr(1), gl.constexpr(0))
         self.layouts = BackwardLayouts(config.rows, config.dim, config.dq_tile[1])

@@ -116,7 +116,9 @@ def step(call, tile, k_tile, v_tile, row, block, head, sums, MASKED: gl.constexp
         if sums.steps > 0:
             call.queries.release(place.before())
     lse = call.queries.of_rows(place, layouts.col)[None, :]
-    scores = call.scoring.forward(raw, tile, block * ROWS, head, GROUP, layouts)
+    keys = tile.k_start + GROUP * GROUP_KEYS + gl.arange(0, GROUP_KEYS, layouts.row)[:, None]
+    rows = block * ROWS + gl.arange(0, ROWS, layouts.col)[None, :]
+    scores = call.scoring.shape(raw, tile, rows, keys, head)
     weights = gl.exp2(scores * call.scoring.factor() - lse)
     if MASKED:
         weights = gl.where(sees(call, tile, block, gl.int32, GROUP), weights, 0.0)
@@ -130,11 +132,16 @@ def step(call, tile, k_tile, v_tile, row, block, head, sums, MASKED: gl.constexp
     if MASKED:
         # Compared anew, and as another type: held on to, so many predicates are packed and unpacked, 300 instructions.
         dscores = gl.where(sees(call, tile, block, gl.float32, GROUP), dscores, 0.0)
-    dscores = call.scoring.back(dscores, raw, tile, block * ROWS, head, GROUP, layouts).to(dtype)
+    dscores = call.scoring.unshape(dscores, raw, tile, rows, keys, head).to(dtype)
     if config.late_dv:
         dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), layouts.operand), dout_tile, sums.dv, is_async=True)
-    call.dscores.put(sums.turn, GROUP * GROUP_KEYS, dscores)
-    if config.dq == "turns":
+    turn = sums.turn
+    if config.dq == "none":
+        dk = warpgroup_mma(gl.convert_layout(dscores, layouts.operand), q_tile, dk, is_async=True)
+        dv = warpgroup_mma_wait(1, deps=[dv])
+        call.douts.release(place)
+    elif config.dq == "turns":
+        call.dscores.put(turn, GROUP * GROUP_KEYS, dscores)
         dk = warpgroup_mma(gl.convert_layout(dscores, layouts.operand), q_tile, dk, is_async=True)
         dv = warpgroup_mma_wait(1, deps=[dv])
         call.douts.release(place)
@@ -142,7 +149,9 @@ def step(call, tile, k_tile, v_tile, row, block, head, sums, MASKED: gl.constexp
             dq = warpgroup_mma_wait(0, deps=[multiply_dscores(call, call.dscores.get(sums.turn), k_tile, GROUP)])
             add_dq(call, dq, row + block * ROWS, GROUP)
         call.dscores.release(sums.turn)
+        turn = turn.next()
     else:
+        call.dscores.put(turn, GROUP * GROUP_KEYS, dscores)
         shared = call.dscores.get(sums.turn)
         dq = multiply_dscores(call, shared, k_tile, GROUP)
         if config.dk_shared:
@@ -154,11 +163,12 @@ def step(call, tile, k_tile, v_tile, row, block, head, sums, MASKED: gl.constexp
         call.douts.release(place)
         call.dscores.release(sums.turn)
         add_dq(call, dq, row + block * ROWS, GROUP)
+        turn = turn.next()
     if not config.carry:
         dk = warpgroup_mma_wait(0, deps=[dk])
         call.queries.release(place)
         dk = warpgroup_mma_init(dk)
-    return Sums(dk, dv, sums.steps + 1, place.next(), sums.turn.next())
+    return Sums(dk, dv, sums.steps + 1, place.next(), turn)
 
 
 @gluon.jit

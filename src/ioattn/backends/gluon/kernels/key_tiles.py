@@ -253,11 +253,12 @@ class KeySchedule:
     has_hi: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, counter, cu_seqlens_q, cu_seqlens_k, sizes, config):
+    def __init__(self, counter, cu_seqlens_q, cu_seqlens_k, sizes, rows, config):
         self.counter = counter
         self.cu_seqlens_q = gl.constexpr(None) if cu_seqlens_q is None else cu_seqlens_q
         self.cu_seqlens_k = gl.constexpr(None) if cu_seqlens_k is None else cu_seqlens_k
-        self.batch, self.len_q, self.len_k, self.heads, self.section, self.head_rows, self.group = sizes
+        self.batch, self.len_q, self.len_k, self.heads, self.section = sizes
+        self.head_rows, self.group = rows
         self.keys = gl.constexpr(config.keys)
         self.sequences = gl.constexpr(config.sequences)
         self.has_hi = gl.constexpr(config.has_hi)
