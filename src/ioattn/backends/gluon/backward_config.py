@@ -7,9 +7,6 @@ from dataclasses import dataclass
 from ioattn.backends.gluon.config import tile_dim
 from ioattn.problem import Problem
 
-KEYS = 128
-"""Keys of a tile: two compute groups of 64."""
-
 PAD = 128
 """Rows of the workspace that a sequence is padded to: the most rows of a tile of queries."""
 
@@ -22,6 +19,7 @@ class BackwardConfig:
     """One compiled kernel: tile sizes, and which features of a problem its code holds."""
 
     dim: int
+    keys: int
     rows: int
     stages: int
     exchanges: int
@@ -32,11 +30,9 @@ class BackwardConfig:
     masks: bool = False
     has_softcap: bool = False
     grouped: bool = False
-    carry: bool = False
-    dk_shared: bool = False
     dq: str = "halves"
+    later: bool = False
     rotate: bool = False
-    late_dv: bool = False
     sequences: int = 0
 
     @property
@@ -50,27 +46,35 @@ class BackwardConfig:
         return (self.rows, self.dim) if self.dq == "turns" else (64, 64)
 
     @property
-    def keys(self) -> int:
-        """Keys of a tile."""
-        return KEYS
+    def wide(self) -> bool:
+        """Whether the groups share the keys of a tile and each owns half of the columns."""
+        return self.dim > 128
+
+    @property
+    def columns(self) -> int:
+        """Columns of dK and dV that one group owns."""
+        return self.dim // 2 if self.wide else self.dim
 
 
 def choose(problem: Problem) -> BackwardConfig:
     """The kernel for a problem."""
     dim = tile_dim(max(problem.dim, problem.dim_v))
     band = problem.band
+    keys = 64 if dim == 256 else 128
     return BackwardConfig(
         dim,
+        keys=keys,
         rows=128 if dim == 64 else 64,
         stages=2,
-        exchanges=2 if dim > 64 else 1,
+        exchanges=1 if dim == 256 else 2,
         registers=240,
         has_lo=band.lo is not None,
         has_hi=band.hi is not None,
         bottom_right=problem.align == "bottom-right",
-        masks=band.bounded or problem.packed or problem.len_k % KEYS != 0,
+        masks=band.bounded or problem.packed or problem.len_k % keys != 0,
         has_softcap=problem.softcap is not None,
         grouped=problem.group > 1,
+        dq="none" if dim == 256 or problem.deterministic else "turns" if dim == 64 else "halves",
         sequences=1 << problem.batch.bit_length() if problem.packed else 0,
     )
 

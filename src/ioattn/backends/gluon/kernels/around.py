@@ -82,7 +82,7 @@ def prepare(
         source = at.to(tl.int64)
     first = entry * out_strides[0] + head * out_strides[1]
     dfirst = entry * dout_strides[0] + head * dout_strides[1]
-    inside = exists[:, None] & (col < dim_v)[None, :]
+    inside = exists[:, None] & (col // 8 < dim_v // 8)[None, :]  # by eights: else copies are by single elements
     out_offset = tl.multiple_of(first + source * out_strides[2], 8)
     dout_offset = tl.multiple_of(dfirst + source * dout_strides[2], 8)
     out_tile = tl.load(out + out_offset[:, None] + col[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -134,7 +134,7 @@ def convert(
     else:
         source = at.to(tl.int64)
     values = tl.load(dq_rows + to[:, None] * DIM + col[None, :]) * scale
-    inside = (at < len_q)[:, None] & (col < dim)[None, :]
+    inside = (at < len_q)[:, None] & (col // 8 < dim // 8)[None, :]
     first = entry * dq_strides[0] + head * dq_strides[1]
     offset = tl.multiple_of(first + source * dq_strides[2], 8)
     tl.store(dq + offset[:, None] + col[None, :], values.to(dq.dtype.element_ty), mask=inside)

@@ -2,6 +2,7 @@
 
 from ioattn.backends.gluon.kernels.backward_call import GROUP_KEYS, BackwardCall, Derivative, Target
 from ioattn.backends.gluon.kernels.differentiate import differentiate
+from ioattn.backends.gluon.kernels.differentiate_wide import differentiate_wide
 from ioattn.backends.gluon.kernels.key_tiles import KeySchedule, QueryBand, key_board
 from ioattn.backends.gluon.kernels.load_backward import load_backward
 from ioattn.backends.gluon.kernels.names import gl, gluon
@@ -11,13 +12,19 @@ from ioattn.backends.gluon.kernels.pipeline import exchange, ring, row_ring
 @gluon.jit
 def differentiate_0(call):
     """The first group."""
-    differentiate(call, 0)
+    if call.config.wide:
+        differentiate_wide(call, 0)
+    else:
+        differentiate(call, 0)
 
 
 @gluon.jit
 def differentiate_1(call):
     """The second group."""
-    differentiate(call, 1)
+    if call.config.wide:
+        differentiate_wide(call, 1)
+    else:
+        differentiate(call, 1)
 
 
 @gluon.jit
@@ -58,16 +65,33 @@ def backward(
         row_ring(dout_desc, delta_desc, config.stages, GROUPS),
     )
     schedule = KeySchedule(counter, cu_seqlens_q, cu_seqlens_k, sizes, rows, config)
+    # dS; and the weights, and what they become by the slope of softcap, where one group makes them for both.
+    KEYS: gl.constexpr = config.keys
+    ROWS: gl.constexpr = config.rows
+    SIZE: gl.constexpr = config.exchanges
+    WRITERS: gl.constexpr = 1 if config.wide else GROUPS
+    if config.wide or config.sums_dq:
+        dscores = exchange(q_desc.dtype, KEYS, ROWS, SIZE, WRITERS, GROUPS)
+    else:
+        dscores = exchange(q_desc.dtype, 8, 64, 1, 1, 1)  # unused: an aggregate cannot hold nothing
+    weights = dscores
+    sloped = dscores
+    if config.wide:
+        weights = exchange(q_desc.dtype, KEYS, ROWS, SIZE, WRITERS, GROUPS)
+        if config.has_softcap:
+            sloped = exchange(q_desc.dtype, KEYS, ROWS, SIZE, WRITERS, 1)
     # What is staged here is dQ, and at the end of a tile dK and dV.
     if config.dq == "turns":
         dq_tiles = gl.allocate_shared_memory(gl.float32, [GROUPS, config.rows, config.dim], dq_desc.layout)
     elif config.dq == "halves":
         dq_tiles = gl.allocate_shared_memory(gl.float32, [GROUPS, 64, 64], dq_desc.layout)
+    elif config.wide:
+        dq_tiles = rings[0].buffers
     else:
         dq_tiles = gl.allocate_shared_memory(q_desc.dtype, [GROUPS, 1, 1, GROUP_KEYS, config.dim], dk_desc.layout)
     call = BackwardCall(
         rings,
-        exchange(q_desc.dtype, GROUPS * GROUP_KEYS, config.rows, config.exchanges, GROUPS),
+        (dscores, weights, sloped),
         key_board(GROUPS),
         QueryBand(band, config),
         Derivative(scale, softcap, slopes, step, dstep, config.has_softcap),

@@ -22,9 +22,9 @@ class BackwardLayouts:
     copy: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, rows, dim, dq_cols):
+    def __init__(self, rows, columns, dq_cols):
         scores = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, rows, 16])
-        acc = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, dim, 16])
+        acc = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
         self.scores = gl.constexpr(scores)
         self.acc = gl.constexpr(acc)
         self.dq = gl.constexpr(
@@ -33,7 +33,7 @@ class BackwardLayouts:
         self.operand = gl.constexpr(gl.DotOperandLayout(0, acc, 2))
         self.row = gl.constexpr(gl.SliceLayout(1, scores))
         self.col = gl.constexpr(gl.SliceLayout(0, scores))
-        lanes = min(32, dim // 8)
+        lanes = min(32, columns // 8)
         self.copy = gl.constexpr(gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0]))
 
 
@@ -126,11 +126,11 @@ class Target:
         self.head, self.row, self.dim = (gl.constexpr(None),) * 3 if strides is None else strides
 
     @gluon.jit
-    def store(self, tile, row, values):
+    def store(self, tile, row, column: gl.constexpr, values):
         """Store the rows from `row` on that belong to the tile's sequence."""
         layout: gl.constexpr = values.type.layout
         rows = row + gl.arange(0, values.shape[0], gl.SliceLayout(1, layout))
-        cols = gl.arange(0, values.shape[1], gl.SliceLayout(0, layout))
+        cols = column + gl.arange(0, values.shape[1], gl.SliceLayout(0, layout))
         at = tile.head * self.head + (tile.k_offset + rows) * self.row
         inside = (rows < tile.len_k)[:, None] & (cols < self.dim)[None, :]
         gl.store(self.pointer + at[:, None] + cols[None, :], values, mask=inside)
@@ -145,6 +145,8 @@ class BackwardCall:
     queries: RowRing
     douts: RowRing
     dscores: Exchange
+    weights: Exchange
+    sloped: Exchange
     board: KeyBoard
     band: QueryBand
     scoring: Derivative
@@ -159,9 +161,9 @@ class BackwardCall:
     config: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, rings, dscores, board, band, scoring, targets, dq_desc, dq_rows, dq_tiles, heads, config):
+    def __init__(self, rings, exchanges, board, band, scoring, targets, dq_desc, dq_rows, dq_tiles, heads, config):
         self.keys, self.values, self.queries, self.douts = rings
-        self.dscores = dscores
+        self.dscores, self.weights, self.sloped = exchanges
         self.board = board
         self.band = band
         self.scoring = scoring
@@ -170,5 +172,5 @@ class BackwardCall:
         self.dq_rows = gl.constexpr(None) if dq_rows is None else dq_rows
         self.dq_tiles = dq_tiles
         self.group, self.head_rows = heads if config.grouped else (gl.constexpr(1), gl.constexpr(0))
-        self.layouts = BackwardLayouts(config.rows, config.dim, config.dq_tile[1])
+        self.layouts = BackwardLayouts(config.rows, config.columns, config.dq_tile[1])
         self.config = gl.constexpr(config)

@@ -1,11 +1,12 @@
 """A compute group of the backward: one warp group that owns 64 keys of each tile.
 
 Scores are held as [K, Q], so that P^T and dS^T are left operands from registers in dV += P^T dO and dK += dS^T Q. For
-dQ = dS K the groups exchange dS through shared memory, and each adds its half of the result to an FP32 buffer in global
-memory, by the copy engine. Notation is that of `ioattn.backends.eager`.
+dQ = dS K the groups exchange dS through shared memory, and add the result to an FP32 buffer in global memory, by the copy
+engine. Notation is that of `ioattn.backends.eager`.
 
-Products are issued so that the tensor cores have one to work on while the groups do anything else: dP during the
-exponentials, dV during dS, dK during the store of dQ and the start of the next step.
+Products are issued so that the tensor cores have some to work on meanwhile: dP during the exponentials, dK and the scores
+of the next block during the store of dQ. A product whose left operand is in registers holds up the warp until it runs, so
+dV is issued only when there is nothing else to do but wait.
 """
 
 from ioattn.backends.gluon.kernels.backward_call import GROUP_KEYS
@@ -18,8 +19,6 @@ from ioattn.backends.gluon.kernels.names import (
     store_tile,
     tma,
     warpgroup_mma,
-    warpgroup_mma_accumulator,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from ioattn.backends.gluon.kernels.pipeline import Cursor, start
@@ -27,18 +26,24 @@ from ioattn.backends.gluon.kernels.pipeline import Cursor, start
 
 @aggregate
 class Sums:
-    """What a compute group carries from step to step; the last product of dK is still on its way."""
+    """What a compute group carries from step to step: its sums, how many steps it has done, its place in the rings, and,
+    if dQ is stored `later`, the part of it that is still to be added and where.
+    """
 
-    dk: warpgroup_mma_accumulator
+    dk: gl.tensor
     dv: gl.tensor
+    dq: gl.tensor
+    row: gl.tensor
     steps: gl.tensor
     place: Cursor
     turn: Cursor
 
     @gluon.constexpr_function
-    def __init__(self, dk, dv, steps, place, turn):
+    def __init__(self, dk, dv, dq, row, steps, place, turn):
         self.dk = dk
         self.dv = dv
+        self.dq = dq
+        self.row = row
         self.steps = steps
         self.place = place
         self.turn = turn
@@ -71,10 +76,11 @@ def walk(call, post, kv_place, place, turn, GROUP: gl.constexpr):
     DIM: gl.constexpr = config.dim
     tile = call.board.read(post)
     queries = call.band.queries(tile, KEYS, ROWS)
-    zero = gl.zeros([GROUP_KEYS, DIM], gl.float32, layouts.acc)
-    sums = Sums(warpgroup_mma_init(zero), zero, gl.to_tensor(0), place, turn)
     k_tile = call.keys.get(kv_place)
     v_tile = call.values.get(kv_place)
+    zero = gl.zeros([GROUP_KEYS, DIM], gl.float32, layouts.acc)
+    dq = gl.zeros([64, 64], gl.float32, layouts.dq)
+    sums = Sums(zero, zero, dq, tile.row, gl.to_tensor(0), place, turn)
     for member in range(call.group):
         head = tile.head * call.group + member
         row = tile.row + member * call.head_rows
@@ -83,16 +89,14 @@ def walk(call, post, kv_place, place, turn, GROUP: gl.constexpr):
                 sums = step(call, tile, k_tile, v_tile, row, queries.edge(n), head, sums, True, GROUP)
         for n in range(queries.whole_end - queries.whole):
             sums = step(call, tile, k_tile, v_tile, row, queries.inner(n), head, sums, False, GROUP)
-    dk = warpgroup_mma_wait(0, deps=[sums.dk])
+    if config.later:
+        add_dq(call, sums.dq, sums.row, GROUP)
     call.keys.release(kv_place)
     call.values.release(kv_place)
-    if config.carry:
-        if sums.steps > 0:
-            call.queries.release(sums.place.before())
     # Read again: what is not held on to need not be in registers all the way.
     tile = call.board.read(post)
     store_rows(call, tile, sums.dv, call.dv, GROUP)
-    store_rows(call, tile, dk * call.scoring.scale, call.dk, GROUP)
+    store_rows(call, tile, sums.dk * call.scoring.scale, call.dk, GROUP)
     return sums.place, sums.turn
 
 
@@ -104,71 +108,71 @@ def step(call, tile, k_tile, v_tile, row, block, head, sums, MASKED: gl.constexp
     ROWS: gl.constexpr = config.rows
     dtype: gl.constexpr = k_tile.dtype
     place = sums.place
-    zero = gl.zeros([GROUP_KEYS, ROWS], gl.float32, layouts.scores)
-    k_rows = k_tile.slice(GROUP * GROUP_KEYS, GROUP_KEYS, 0)
-    v_rows = v_tile.slice(GROUP * GROUP_KEYS, GROUP_KEYS, 0)
     q_tile = call.queries.get(place)
-    raw = warpgroup_mma(k_rows, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    raw = multiply_queries(call, k_tile, q_tile, GROUP)
+    if config.later:
+        add_dq(call, sums.dq, sums.row, GROUP)
     dout_tile = call.douts.get(place)
+    zero = gl.zeros([GROUP_KEYS, ROWS], gl.float32, layouts.scores)
+    v_rows = v_tile.slice(GROUP * GROUP_KEYS, GROUP_KEYS, 0)
     dweights = warpgroup_mma(v_rows, dout_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-    raw, dk = warpgroup_mma_wait(1, deps=[raw, sums.dk])
-    if config.carry:
-        if sums.steps > 0:
-            call.queries.release(place.before())
-    lse = call.queries.of_rows(place, layouts.col)[None, :]
+    if ROWS == 64:
+        # Before the wait, which hides how long the load takes; more rows would not fit in registers meanwhile.
+        lse = call.queries.of_rows(place, layouts.col)[None, :]
+        raw = warpgroup_mma_wait(1, deps=[raw])
+    else:
+        raw = warpgroup_mma_wait(1, deps=[raw])
+        lse = call.queries.of_rows(place, layouts.col)[None, :]
     keys = tile.k_start + GROUP * GROUP_KEYS + gl.arange(0, GROUP_KEYS, layouts.row)[:, None]
     rows = block * ROWS + gl.arange(0, ROWS, layouts.col)[None, :]
     scores = call.scoring.shape(raw, tile, rows, keys, head)
     weights = gl.exp2(scores * call.scoring.factor() - lse)
     if MASKED:
         weights = gl.where(sees(call, tile, block, gl.int32, GROUP), weights, 0.0)
-    if config.late_dv:
+    if ROWS == 64:
+        delta = call.douts.of_rows(place, layouts.col)[None, :]
         dweights = warpgroup_mma_wait(0, deps=[dweights])
     else:
-        dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), layouts.operand), dout_tile, sums.dv, is_async=True)
-        dweights = warpgroup_mma_wait(1, deps=[dweights])
-    delta = call.douts.of_rows(place, layouts.col)[None, :]
+        dweights = warpgroup_mma_wait(0, deps=[dweights])
+        delta = call.douts.of_rows(place, layouts.col)[None, :]
     dscores = weights * (dweights - delta)
     if MASKED:
         # Compared anew, and as another type: held on to, so many predicates are packed and unpacked, 300 instructions.
         dscores = gl.where(sees(call, tile, block, gl.float32, GROUP), dscores, 0.0)
     dscores = call.scoring.unshape(dscores, raw, tile, rows, keys, head).to(dtype)
-    if config.late_dv:
-        dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), layouts.operand), dout_tile, sums.dv, is_async=True)
-    turn = sums.turn
-    if config.dq == "none":
-        dk = warpgroup_mma(gl.convert_layout(dscores, layouts.operand), q_tile, dk, is_async=True)
-        dv = warpgroup_mma_wait(1, deps=[dv])
-        call.douts.release(place)
-    elif config.dq == "turns":
-        call.dscores.put(turn, GROUP * GROUP_KEYS, dscores)
-        dk = warpgroup_mma(gl.convert_layout(dscores, layouts.operand), q_tile, dk, is_async=True)
-        dv = warpgroup_mma_wait(1, deps=[dv])
-        call.douts.release(place)
-        if (sums.steps & 1) == GROUP:
-            dq = warpgroup_mma_wait(0, deps=[multiply_dscores(call, call.dscores.get(sums.turn), k_tile, GROUP)])
-            add_dq(call, dq, row + block * ROWS, GROUP)
-        call.dscores.release(sums.turn)
-        turn = turn.next()
-    else:
-        call.dscores.put(turn, GROUP * GROUP_KEYS, dscores)
-        shared = call.dscores.get(sums.turn)
-        dq = multiply_dscores(call, shared, k_tile, GROUP)
-        if config.dk_shared:
-            own = shared.slice(GROUP * GROUP_KEYS, GROUP_KEYS, 0)
-            dk = warpgroup_mma(own, q_tile, dk, is_async=True)
-        else:
-            dk = warpgroup_mma(gl.convert_layout(dscores, layouts.operand), q_tile, dk, is_async=True)
+    dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), layouts.operand), dout_tile, sums.dv, is_async=True)
+    if config.sums_dq:
+        call.dscores.put(sums.turn, GROUP * GROUP_KEYS, dscores)
+    row = row + block * ROWS
+    operand = gl.convert_layout(dscores, layouts.operand)
+    dq = sums.dq
+    if config.dq == "halves":
+        dq = multiply_keys(call, call.dscores.get(sums.turn), k_tile, GROUP)
+        dk = warpgroup_mma(operand, q_tile, sums.dk, is_async=True)
         dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])
-        call.douts.release(place)
         call.dscores.release(sums.turn)
-        add_dq(call, dq, row + block * ROWS, GROUP)
-        turn = turn.next()
-    if not config.carry:
-        dk = warpgroup_mma_wait(0, deps=[dk])
-        call.queries.release(place)
-        dk = warpgroup_mma_init(dk)
-    return Sums(dk, dv, sums.steps + 1, place.next(), turn)
+        if not config.later:
+            add_dq(call, dq, row, GROUP)
+    else:
+        dk = warpgroup_mma(operand, q_tile, sums.dk, is_async=True)
+        dv = warpgroup_mma_wait(1, deps=[dv])
+        if config.dq == "turns":
+            if (sums.steps & 1) == GROUP:
+                whole = multiply_keys(call, call.dscores.get(sums.turn), k_tile, GROUP)
+                add_dq(call, warpgroup_mma_wait(0, deps=[whole]), row, GROUP)
+            call.dscores.release(sums.turn)
+    dk = warpgroup_mma_wait(0, deps=[dk])
+    call.queries.release(place)
+    return Sums(dk, dv, dq, row, sums.steps + 1, place.next(), sums.turn.next())
+
+
+@gluon.jit
+def multiply_queries(call, k_tile, q_tile, GROUP: gl.constexpr):
+    """Start the product of the group's keys with a block of queries."""
+    ROWS: gl.constexpr = call.config.rows
+    zero = gl.zeros([GROUP_KEYS, ROWS], gl.float32, call.layouts.scores)
+    k_rows = k_tile.slice(GROUP * GROUP_KEYS, GROUP_KEYS, 0)
+    return warpgroup_mma(k_rows, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -184,8 +188,8 @@ def sees(call, tile, block, number: gl.constexpr, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def multiply_dscores(call, shared, k_tile, GROUP: gl.constexpr):
-    """Start the group's half of dQ = dS K: half of the columns, or half of the rows where there are 128."""
+def multiply_keys(call, shared, k_tile, GROUP: gl.constexpr):
+    """Start the group's part of dQ = dS K: all of it, or half of the columns, or half of the rows where there are 128."""
     DIM: gl.constexpr = call.config.dim
     ROWS: gl.constexpr = call.config.rows
     if call.config.dq == "turns":
@@ -205,34 +209,17 @@ def multiply_dscores(call, shared, k_tile, GROUP: gl.constexpr):
 
 @gluon.jit
 def add_dq(call, dq, row, GROUP: gl.constexpr):
-    """Add the group's half of a tile to the FP32 buffer of dQ."""
-    DIM: gl.constexpr = call.config.dim
-    if call.config.dq == "atomics":
-        rows = gl.arange(0, 64, gl.SliceLayout(1, call.layouts.dq))[:, None]
-        cols = gl.arange(0, 64, gl.SliceLayout(0, call.layouts.dq))[None, :]
-        if call.config.rows == 64:
-            at = call.dq_rows + (row.to(gl.int64) * DIM + GROUP * 64)
-        else:
-            at = call.dq_rows + (row + GROUP * 64).to(gl.int64) * DIM
-        gl.inline_asm_elementwise(
-            "red.relaxed.gpu.global.add.v2.f32 [$2], {$4, $5}; mov.u32 $0, 0; mov.u32 $1, 0;",
-            "=r,=r,l,l,f,f",
-            [(at + (rows * DIM + cols)).to(gl.int64), dq],
-            dtype=gl.int32,
-            is_pure=False,
-            pack=2,
-        )
+    """Add the group's part of a tile to the FP32 buffer of dQ."""
+    tile = call.dq_tiles.index(GROUP)
+    tma.store_wait(0)
+    tile.store(dq)
+    fence_async_shared()
+    if call.config.dq == "turns":
+        add_tile(call.dq_desc, [row, 0], tile)
+    elif call.config.rows == 64:
+        add_tile(call.dq_desc, [row, GROUP * 64], tile)
     else:
-        tile = call.dq_tiles.index(GROUP)
-        tma.store_wait(0)
-        tile.store(dq)
-        fence_async_shared()
-        if call.config.dq == "turns":
-            add_tile(call.dq_desc, [row, 0], tile)
-        elif call.config.rows == 64:
-            add_tile(call.dq_desc, [row, GROUP * 64], tile)
-        else:
-            add_tile(call.dq_desc, [row + GROUP * 64, 0], tile)
+        add_tile(call.dq_desc, [row + GROUP * 64, 0], tile)
 
 
 @gluon.jit
@@ -250,7 +237,7 @@ def store_rows(call, tile, result, target, GROUP: gl.constexpr):
             fence_async_shared()
             store_tile(target.desc, [tile.batch, tile.head, tile.k_offset + row, 0], staged)
         else:
-            target.store(tile, row, rows.load(call.layouts.copy))
+            target.store(tile, row, 0, rows.load(call.layouts.copy))
     else:
         fence_async_shared()
         store_tile(target.desc, [tile.batch, tile.head, row, 0], staged)

@@ -45,6 +45,6 @@ def load_queries(call, tile, q_offset, place, q_desc, dout_desc, lse_desc, delta
                 block = gl.where(step < edges, queries.edge(step), block)
             coord = [tile.batch, head, q_offset + block * ROWS, 0]
             call.queries.fill(place, q_desc, coord, lse_desc, row + block * ROWS)
-            call.douts.fill(place, dout_desc, coord, delta_desc, row + block * ROWS)
+            call.douts.fill_free(place, dout_desc, coord, delta_desc, row + block * ROWS)
             place = place.next()
     return place

@@ -29,11 +29,6 @@ class Cursor:
         return Cursor(gl.where(round_trip, 0, index), self.parity ^ round_trip.to(gl.int32), self.size)
 
     @gluon.jit
-    def before(self):
-        """The buffer before this one, for a release: there the parity does not count."""
-        return Cursor(gl.where(self.index == 0, self.size - 1, self.index - 1), self.parity, self.size)
-
-    @gluon.jit
     def again(self):
         """The same buffer, one round later."""
         return Cursor(self.index, self.parity ^ 1, self.size)
@@ -139,8 +134,13 @@ class RowRing:
     @gluon.jit
     def fill(self, cursor, desc, coord, numbers_desc, row):
         """Once the buffer is free, copy a tile and the numbers of its rows into it."""
-        full = self.tiles.full.index(cursor.index)
         self.tiles.acquire(cursor)
+        self.fill_free(cursor, desc, coord, numbers_desc, row)
+
+    @gluon.jit
+    def fill_free(self, cursor, desc, coord, numbers_desc, row):
+        """The same for a buffer that is known to be free, as its readers release it together with another ring's."""
+        full = self.tiles.full.index(cursor.index)
         mbarrier.expect(full, desc.block_type.nbytes + numbers_desc.block_type.nbytes)
         load_tile(numbers_desc, [row], full, self.numbers.index(cursor.index))
         load_tile(desc, coord, full, self.tiles.buffers.index(cursor.index))
@@ -149,6 +149,12 @@ class RowRing:
     def get(self, cursor):
         """Wait until the buffer is full; its tile as `[rows, dim]`."""
         return self.tiles.get(cursor)
+
+    @gluon.jit
+    def get_if(self, cursor, wanted):
+        """The same, but without a wait, and with any contents, unless `wanted`."""
+        mbarrier.wait(self.tiles.full.index(cursor.index), cursor.parity, pred=wanted)
+        return self.tiles.tile(cursor)
 
     @gluon.jit
     def of_rows(self, cursor, layout: gl.constexpr):
@@ -171,44 +177,59 @@ def row_ring(desc, numbers_desc, size: gl.constexpr, readers: gl.constexpr):
 
 @aggregate
 class Exchange:
-    """Buffers that the compute groups write together, each its part, and then all read."""
+    """Buffers that compute groups fill, together or one of them, for groups to read.
+
+    Two buffers that all groups fill together need no word when they are read: who sees that the others have filled the
+    next one knows that they have read this one.
+    """
 
     buffers: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
+    released: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, buffers, full, empty):
+    def __init__(self, buffers, full, empty, released):
         self.buffers = buffers
         self.full = full
         self.empty = empty
+        self.released = gl.constexpr(released)
 
     @gluon.jit
     def put(self, cursor, start: gl.constexpr, part):
-        """Write rows from `start` on, once every group has read what was here before."""
-        mbarrier.wait(self.empty.index(cursor.index), cursor.parity ^ 1)
+        """Write rows from `start` on, once every reader has released what was here before."""
+        if self.released:
+            mbarrier.wait(self.empty.index(cursor.index), cursor.parity ^ 1)
         self.buffers.index(cursor.index).slice(start, part.shape[0], 0).store(part)
         fence_async_shared()
         mbarrier.arrive(self.full.index(cursor.index), count=1)
 
     @gluon.jit
     def get(self, cursor):
-        """The whole, once every group has written its part."""
+        """The whole, once every writer has written its part."""
         mbarrier.wait(self.full.index(cursor.index), cursor.parity)
         return self.buffers.index(cursor.index)
 
     @gluon.jit
     def release(self, cursor):
-        """Say that this group has read the whole."""
-        mbarrier.arrive(self.empty.index(cursor.index), count=1)
+        """Say that this group has read it."""
+        if self.released:
+            mbarrier.arrive(self.empty.index(cursor.index), count=1)
 
 
 @gluon.jit
-def exchange(dtype: gl.constexpr, rows: gl.constexpr, cols: gl.constexpr, size: gl.constexpr, groups: gl.constexpr):
-    """`size` buffers of `[rows, cols]` between `groups` groups."""
+def exchange(
+    dtype: gl.constexpr,
+    rows: gl.constexpr,
+    cols: gl.constexpr,
+    size: gl.constexpr,
+    writers: gl.constexpr,
+    readers: gl.constexpr,
+):
+    """`size` buffers of `[rows, cols]` that `writers` groups fill, each its part, and `readers` groups read."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, cols], dtype)
     buffers = gl.allocate_shared_memory(dtype, [size, rows, cols], layout)
-    return Exchange(buffers, barriers(size, groups), barriers(size, groups))
+    return Exchange(buffers, barriers(size, writers), barriers(size, readers), size == 1 or writers == 1)
 
 
 @aggregate
