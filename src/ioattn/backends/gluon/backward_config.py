@@ -28,6 +28,7 @@ class BackwardConfig:
     has_hi: bool = False
     bottom_right: bool = True
     masks: bool = False
+    cleans: bool = False
     has_softcap: bool = False
     grouped: bool = False
     dq: str = "halves"
@@ -72,6 +73,7 @@ def choose(problem: Problem) -> BackwardConfig:
         has_hi=band.hi is not None,
         bottom_right=problem.align == "bottom-right",
         masks=band.bounded or problem.packed or problem.len_k % keys != 0,
+        cleans=band.bounded or problem.packed,
         has_softcap=problem.softcap is not None,
         grouped=problem.group > 1,
         dq="none" if dim == 256 or problem.deterministic else "turns" if dim == 64 else "halves",
@@ -110,6 +112,7 @@ class QueryConfig:
     has_hi: bool = False
     bottom_right: bool = True
     masks: bool = False
+    cleans: bool = False
     has_softcap: bool = False
     sequences: int = 0
 
@@ -129,6 +132,7 @@ def choose_query(problem: Problem) -> QueryConfig:
         has_hi=band.hi is not None,
         bottom_right=problem.align == "bottom-right",
         masks=band.bounded or problem.packed or problem.len_k % keys != 0,
+        cleans=band.bounded or problem.packed,
         has_softcap=problem.softcap is not None,
         sequences=1 << problem.batch.bit_length() if problem.packed else 0,
     )

@@ -17,7 +17,8 @@ from ioattn.backends.gluon.kernels import around
 from ioattn.backends.gluon.kernels import backward as kernels
 from ioattn.backends.gluon.kernels.names import GluonASTSource, gl
 from ioattn.backends.gluon.kernels.query_gradient import query_gradient
-from ioattn.backends.gluon.launch import TARGET, Descriptor, _jit, counter, describe, tanh
+from ioattn.backends.gluon.launch import TARGET, Descriptor, _jit, counter, describe, strides_of, tanh
+from ioattn.backends.gluon.repair_launch import compile_repair, mend
 from ioattn.compose import Formula, fold
 from ioattn.problem import DTYPES, Gradients, Problem, Tensors
 
@@ -37,6 +38,7 @@ class BackwardPlan(NamedTuple):
     before: Any
     after: Any
     query: tuple[QueryConfig, Any] | None
+    repairs: Any
     processors: int
 
 
@@ -59,6 +61,7 @@ def plan(
         compile_prepare(config, problem.dtype, names[2], names[1]),
         compile_convert(config, problem.dtype) if query is None else None,
         query,
+        compile_repair(config, problem.dtype, problem.terms, names[0]) if config.cleans else None,
         torch.cuda.get_device_properties(problem.device).multi_processor_count,
     )
 
@@ -96,7 +99,6 @@ def compile_backward(config: BackwardConfig, dtype: torch.dtype, steps: tuple[An
         "lse_desc": f"tensordesc<fp32[{config.rows}],{numbers!r}>",
         "delta_desc": f"tensordesc<fp32[{config.rows}],{numbers!r}>",
         "dq_desc": f"tensordesc<fp32[{dq_rows},{dq_cols}],{half!r}>" if config.sums_dq else "constexpr",
-        "dq_rows": "*fp32" if config.sums_dq else "constexpr",
         "dk_desc": tile(64, config.columns),
         "dv_desc": tile(64, config.columns),
         "dk": f"*{name}" if config.sequences else "constexpr",
@@ -142,6 +144,7 @@ def compile_query(config: QueryConfig, dtype: torch.dtype, steps: tuple[Any, Any
         "lse": "*fp32",
         "delta": "*fp32",
         "row_strides": ("i64",) * 2,
+        "flag": "*i32" if config.cleans else "constexpr",
         "dq": f"*{name}" if config.sequences else "constexpr",
         "dq_strides": ("i64", "i64", "i32") if config.sequences else "constexpr",
         "cu_seqlens_q": offsets,
@@ -181,8 +184,11 @@ def compile_prepare(config: BackwardConfig, dtype: torch.dtype, dlse: str | None
         "flat_rows": "*fp32" if config.sequences and not config.sums_dq else "constexpr",
         "sinks": f"*{sinks}" if sinks else "constexpr",
         "sink_terms": "*fp32" if sinks else "constexpr",
+        "flag": "*i32" if config.cleans else "constexpr",
+        "q": f"*{DTYPES[dtype]}" if config.cleans else "constexpr",
+        "q_strides": ("i64",) * 3,
         "cu_seqlens": "*i32" if config.sequences else "constexpr",
-        "sizes": ("i32",) * 5,
+        "sizes": ("i32",) * 6,
     }
     return _compile_around(around.prepare, signature, config)
 
@@ -194,6 +200,7 @@ def compile_convert(config: BackwardConfig, dtype: torch.dtype) -> Any:
         "dq_rows": "*fp32",
         "dq": f"*{DTYPES[dtype]}",
         "dq_strides": ("i64",) * 3,
+        "flag": "*i32" if config.cleans else "constexpr",
         "cu_seqlens": "*i32" if config.sequences else "constexpr",
         "sizes": ("i32",) * 5,
         "scale": "fp32",
@@ -206,7 +213,7 @@ def _compile_around(function: Any, signature: dict[str, Any], config: BackwardCo
     signature |= dict.fromkeys(given, "constexpr")
     constants = {(i,): given.get(k) for i, (k, kind) in enumerate(signature.items()) if kind == "constexpr"}
     # What torch allocates, and what the copy engine can reach, starts at a multiple of 16 bytes.
-    aligned = {"out", "dout", "lse_rows", "delta_rows", "dq_rows", "dq"}
+    aligned = {"out", "dout", "q", "lse_rows", "delta_rows", "dq_rows", "dq"}
     attributes = {(i,): [["tt.divisibility", 16]] for i, k in enumerate(signature) if k in aligned}
     source = ASTSource(function, signature, constants, attributes)
     return triton.compile(source, target=TARGET, options={"num_warps": 4})
@@ -229,26 +236,29 @@ def backward(
     dq_rows = new((total, config.dim)) if config.sums_dq else None
     flat_rows = new((2, problem.heads, rows_q)) if problem.packed and not config.sums_dq else None
     terms = None if sinks is None else new(total // ROWS)
+    flag = torch.zeros(1, dtype=torch.int32, device=problem.device) if config.cleans else None
     grid = (total // ROWS, 1, 1)
     sizes = (problem.batch, problem.heads, rows_q, head_rows)
     constants = (ROWS, config.dim, config.sequences)
     use.before[grid](
-        *(out, _strides(out), dout, _strides(dout), lse, _row_strides(lse)[:2]),
+        *(out, strides_of(out), dout, strides_of(dout), lse, _row_strides(lse)[:2]),
         *(dlse, (0, 0, 0) if dlse is None else _row_strides(dlse)),
-        *(lse_rows, delta_rows, dq_rows, flat_rows, sinks, terms),
-        *(tensors.cu_seqlens_q, (*sizes, problem.dim_v), *constants),
+        *(lse_rows, delta_rows, dq_rows, flat_rows, sinks, terms, flag, tensors.q, strides_of(tensors.q)),
+        *(tensors.cu_seqlens_q, (*sizes, problem.dim_v, problem.dim), *constants),
     )
     _differentiate(problem, tensors, dout, (lse_rows, delta_rows, dq_rows), grads, use)
     if dq_rows is not None:
-        strides = _strides(grads.dq)
+        strides = strides_of(grads.dq)
         use.after[grid](
-            dq_rows, grads.dq, strides, tensors.cu_seqlens_q, (*sizes, problem.dim), problem.scale, *constants
+            dq_rows, grads.dq, strides, flag, tensors.cu_seqlens_q, (*sizes, problem.dim), problem.scale, *constants
         )
     elif flat_rows is not None:
-        _differentiate_queries(problem, tensors, dout, (*flat_rows, (0, rows_q)), grads.dq, use)
+        _differentiate_queries(problem, tensors, dout, (*flat_rows, (0, rows_q)), flag, grads.dq, use)
     else:
         rows = (lse_rows, delta_rows, (problem.heads * head_rows, head_rows))
-        _differentiate_queries(problem, tensors, dout, rows, grads.dq, use)
+        _differentiate_queries(problem, tensors, dout, rows, flag, grads.dq, use)
+    if flag is not None:
+        mend(problem, tensors, dout, (lse_rows, delta_rows, head_rows), flag, grads, use.repairs, config)
     if grads.dsinks is not None and terms is not None:
         grads.dsinks.copy_(terms.view(entries, problem.heads, -1).sum((0, 2)))
 
@@ -272,11 +282,10 @@ def _differentiate(
         Descriptor(lse_rows, (total,), (1,)),
         Descriptor(delta_rows, (total,), (1,)),
         None if dq_rows is None else Descriptor(dq_rows, (total, config.dim), (config.dim, 1)),
-        dq_rows,
         describe(grads.dk),
         describe(grads.dv),
-        *(grads.dk, (*_strides(grads.dk)[1:], problem.dim)),
-        *(grads.dv, (*_strides(grads.dv)[1:], problem.dim_v)),
+        *(grads.dk, (*strides_of(grads.dk)[1:], problem.dim)),
+        *(grads.dv, (*strides_of(grads.dv)[1:], problem.dim_v)),
         *(tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.alibi_slopes, counter(problem.device)),
         (problem.batch, rows_q, rows_k, problem.kv_heads, table.section(problem)),
         (table.head_rows(problem, rows_q), problem.group),
@@ -290,6 +299,7 @@ def _differentiate_queries(
     tensors: Tensors,
     dout: Tensor,
     rows: tuple[Tensor, Tensor, tuple[int, int]],
+    flag: Tensor | None,
     dq: Tensor,
     use: BackwardPlan,
 ) -> None:
@@ -302,7 +312,8 @@ def _differentiate_queries(
     kernel[(use.processors if problem.packed else min(use.processors, tiles), 1, 1)](
         *map(describe, (q, dout, k, v, dq)),
         *rows,
-        *(dq, (*_strides(dq)[1:], problem.dim)),
+        flag,
+        *(dq, (*strides_of(dq)[1:], problem.dim)),
         *(tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.alibi_slopes, counter(problem.device)),
         (problem.batch, len_q, len_k, problem.heads, forward_section(problem)),
         problem.group,
@@ -317,11 +328,6 @@ def addressable(x: Tensor) -> Tensor:
     if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % 8 == 0 for s in strides):
         return x
     return x.contiguous()
-
-
-def _strides(x: Tensor) -> tuple[int, ...]:
-    """Strides of batch, head and row; packed tensors `(T, H, D)` are a batch of one."""
-    return x.stride()[:3] if x.dim() == 4 else (0, x.stride(1), x.stride(0))
 
 
 def _row_strides(x: Tensor) -> tuple[int, ...]:

@@ -51,6 +51,9 @@ def prepare(
     flat_rows,
     sinks,
     sink_terms,
+    flag,
+    q,
+    q_strides,
     cu_seqlens,
     sizes,
     ROWS: tl.constexpr,
@@ -59,12 +62,14 @@ def prepare(
 ):
     """For a tile of rows: delta = rowsum(dO * O) - dLSE, the LSE in powers of two, and zeros for dQ.
 
+    The flag says that a row that some keys do not see is not finite: 0 * NaN is NaN. It is zero at first.
+
     Where dQ has a kernel of its own it needs no zeros, and that kernel finds LSE and delta of packed rows in `flat_rows`.
 
     A row without a key gets an LSE of infinity, which makes its weights zero, and a delta of zero. A sink is one more key
     whose value is zero: the gradient of its score is P_sink * (0 - delta), summed here over the tile.
     """
-    batch, heads, len_q, head_rows, dim_v = sizes
+    batch, heads, len_q, head_rows, dim_v, dim = sizes
     entry, head, row = place(heads, head_rows, ROWS)
     at = row + tl.arange(0, ROWS)
     to = (entry * heads + head) * head_rows + at
@@ -75,10 +80,12 @@ def prepare(
     if SEQUENCES > 0:
         sequence, offset, len_q, start = placed(row, cu_seqlens, batch, len_q, SEQUENCES)
         at -= start
-        exists = (at < len_q) & (sequence < batch)
+        in_memory = at < len_q
+        exists = in_memory & (sequence < batch)
         source = (offset + at).to(tl.int64)
     else:
         exists = at < len_q
+        in_memory = exists
         source = at.to(tl.int64)
     first = entry * out_strides[0] + head * out_strides[1]
     dfirst = entry * dout_strides[0] + head * dout_strides[1]
@@ -102,6 +109,18 @@ def prepare(
         flat = head * len_rows + source
         tl.store(flat_rows + flat, row_lse2, mask=exists)
         tl.store(flat_rows + heads * len_rows + flat, delta, mask=exists)
+    if flag is not None:
+        # The kernel reads rows behind a sequence, too.
+        unseen = (in_memory & is_empty)[:, None]
+        q_first = entry * q_strides[0] + head * q_strides[1]
+        q_offset = tl.multiple_of(q_first + source * q_strides[2], 8)
+        q_tile = tl.load(q + q_offset[:, None] + col[None, :], mask=unseen & (col // 8 < dim // 8)[None, :], other=0.0)
+        behind = (in_memory & (exists == 0))[:, None] & (col // 8 < dim_v // 8)[None, :]
+        dout_behind = tl.load(dout + dout_offset[:, None] + col[None, :], mask=behind, other=0.0).to(tl.float32)
+        poison = dout_tile * 0.0 + dout_behind * 0.0 + q_tile.to(tl.float32) * 0.0
+        fine = (tl.sum(poison, 1) == 0.0) & ((exists == 0) | is_empty | (tl.abs(row_lse) < float("inf")))
+        if tl.min(fine.to(tl.int32)) == 0:
+            tl.store(flag, 1)
     if sinks is not None:
         sink = tl.load(sinks + head).to(tl.float32)
         weights = tl.where(is_empty, 0.0, tl.exp2((sink - row_lse) * LOG2E))
@@ -114,6 +133,7 @@ def convert(
     dq_rows,
     dq,
     dq_strides,
+    flag,
     cu_seqlens,
     sizes,
     scale,
@@ -121,7 +141,10 @@ def convert(
     DIM: tl.constexpr,
     SEQUENCES: tl.constexpr,
 ):
-    """A tile of dQ from the FP32 buffer, times the scale; zeros behind the last packed sequence."""
+    """A tile of dQ from the FP32 buffer, times the scale; zeros behind the last packed sequence.
+
+    The flag says that some gradient is not finite.
+    """
     batch, heads, len_q, head_rows, dim = sizes
     entry, head, row = place(heads, head_rows, ROWS)
     at = row + tl.arange(0, ROWS)
@@ -134,6 +157,9 @@ def convert(
     else:
         source = at.to(tl.int64)
     values = tl.load(dq_rows + to[:, None] * DIM + col[None, :]) * scale
+    if flag is not None:
+        if tl.max(((tl.abs(values) < float("inf")) == 0).to(tl.int32)) != 0:
+            tl.store(flag, 1)
     inside = (at < len_q)[:, None] & (col // 8 < dim // 8)[None, :]
     first = entry * dq_strides[0] + head * dq_strides[1]
     offset = tl.multiple_of(first + source * dq_strides[2], 8)

@@ -153,7 +153,6 @@ class BackwardCall:
     dk: Target
     dv: Target
     dq_desc: object
-    dq_rows: object
     dq_tiles: gl.shared_memory_descriptor
     group: object
     head_rows: object
@@ -161,7 +160,7 @@ class BackwardCall:
     config: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, rings, exchanges, board, band, scoring, targets, dq_desc, dq_rows, dq_tiles, heads, config):
+    def __init__(self, rings, exchanges, board, band, scoring, targets, dq_desc, dq_tiles, heads, config):
         self.keys, self.values, self.queries, self.douts = rings
         self.dscores, self.weights, self.sloped = exchanges
         self.board = board
@@ -169,7 +168,6 @@ class BackwardCall:
         self.scoring = scoring
         self.dk, self.dv = targets
         self.dq_desc = gl.constexpr(None) if dq_desc is None else dq_desc
-        self.dq_rows = gl.constexpr(None) if dq_rows is None else dq_rows
         self.dq_tiles = dq_tiles
         self.group, self.head_rows = heads if config.grouped else (gl.constexpr(1), gl.constexpr(0))
         self.layouts = BackwardLayouts(config.rows, config.columns, config.dq_tile[1])

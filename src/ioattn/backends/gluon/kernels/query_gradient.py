@@ -6,6 +6,7 @@ compute group owns 64 rows and needs no other. Notation is that of `ioattn.backe
 
 from ioattn.backends.gluon.kernels.backward_call import Derivative
 from ioattn.backends.gluon.kernels.call import INF
+from ioattn.backends.gluon.kernels.finish import has_nan
 from ioattn.backends.gluon.kernels.names import (
     aggregate,
     fence_async_shared,
@@ -53,17 +54,19 @@ class Rows:
     delta: gl.tensor
     batch: gl.tensor
     head: gl.tensor
+    flag: object
     dq: object
     dq_head: object
     dq_row: object
     dim: object
 
     @gluon.constexpr_function
-    def __init__(self, dq_desc, lse, delta, strides, dq, dq_strides):
+    def __init__(self, dq_desc, lse, delta, strides, flag, dq, dq_strides):
         self.dq_desc = dq_desc
         self.lse = lse
         self.delta = delta
         self.batch, self.head = strides
+        self.flag = gl.constexpr(None) if flag is None else flag
         self.dq = gl.constexpr(None) if dq is None else dq
         self.dq_head, self.dq_row, self.dim = (gl.constexpr(None),) * 3 if dq_strides is None else dq_strides
 
@@ -218,6 +221,9 @@ def walk_keys(call, post, q_place, places, GROUP: gl.constexpr):
             places = places.next()
     places = let_pass(call, places, keys.first - block_keys.first, GROUP)
     call.douts.release(q_place)
+    if call.rows.flag is not None:
+        if has_nan(dq):
+            gl.store(call.rows.flag, 1)
     # Read again: what is not held on to need not be in registers all the way.
     tile = call.board.read(post)
     store_dq(call, tile, dq * call.scoring.scale, q_place, tile.q_start + GROUP * GROUP_ROWS)
@@ -336,6 +342,7 @@ def query_gradient(
     lse,
     delta,
     row_strides,
+    flag,
     dq,
     dq_strides,
     cu_seqlens_q,
@@ -365,7 +372,7 @@ def query_gradient(
         turns(GROUPS, config.ping_pong),
         Band(band[0], band[1], band[2], config.has_lo, config.has_hi, config.bottom_right),
         Derivative(scale, softcap, slopes, step, dstep, config.has_softcap),
-        Rows(dq_desc, lse, delta, row_strides, dq, dq_strides),
+        Rows(dq_desc, lse, delta, row_strides, flag, dq, dq_strides),
         kv_group,
         config,
     )
