@@ -18,6 +18,7 @@ from ioattn.problem import DTYPES, Gradients, Problem, Tensors
 
 name = "gluon"
 
+
 def unusable() -> str | None:
     """Why this machine cannot run the kernels, or None."""
     if not torch.cuda.is_available():

@@ -73,7 +73,7 @@ def compile_repair(
         "TILE": TILE,
         "DIM": config.dim,
         "SEQUENCES": config.sequences,
-        "FORM": (config.has_lo, config.has_hi, config.bottom_right),
+        "FORM": (config.has_lo, config.has_hi, config.bottom_right, config.has_softcap),
     }
     kernels = []
     for function, outputs in ((repair.repair_keys, ("dk", "dv")), (repair.repair_queries, ("dq",))):
@@ -109,7 +109,7 @@ def mend(
         *(problem.softcap or 0.0, problem.scale, sizes, (problem.dim, problem.dim_v)),
         (band.lo or 0, band.hi or 0, band.shift),
         *(*_steps(problem.terms), TILE, config.dim, config.sequences),
-        (config.has_lo, config.has_hi, config.bottom_right),
+        (config.has_lo, config.has_hi, config.bottom_right, config.has_softcap),
     )
     for kernel, outputs in zip(kernels, ((grads.dk, grads.dv), (grads.dq,)), strict=True):
         written = [y for x in outputs for y in (x, strides_of(x))]

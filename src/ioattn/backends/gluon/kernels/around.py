@@ -64,10 +64,11 @@ def prepare(
 
     The flag says that a row that some keys do not see is not finite: 0 * NaN is NaN. It is zero at first.
 
-    Where dQ has a kernel of its own it needs no zeros, and that kernel finds LSE and delta of packed rows in `flat_rows`.
+    Where dQ has a kernel of its own it needs no zeros, and that kernel finds LSE and delta of packed rows in
+    `flat_rows`.
 
-    A row without a key gets an LSE of infinity, which makes its weights zero, and a delta of zero. A sink is one more key
-    whose value is zero: the gradient of its score is P_sink * (0 - delta), summed here over the tile.
+    A row without a key gets an LSE of infinity, which makes its weights zero, and a delta of zero. A sink is one more
+    key whose value is zero: the gradient of its score is P_sink * (0 - delta), summed here over the tile.
     """
     batch, heads, len_q, head_rows, dim_v, dim = sizes
     entry, head, row = place(heads, head_rows, ROWS)
@@ -151,7 +152,7 @@ def convert(
     to = (entry * heads + head) * head_rows + at
     col = tl.arange(0, DIM)
     if SEQUENCES > 0:
-        sequence, offset, len_q, start = placed(row, cu_seqlens, batch, len_q, SEQUENCES)
+        _, offset, len_q, start = placed(row, cu_seqlens, batch, len_q, SEQUENCES)
         at -= start
         source = (offset + at).to(tl.int64)
     else:

@@ -138,7 +138,7 @@ class Target:
 
 @aggregate
 class BackwardCall:
-    """All that the roles of one launch share. `group` heads share a head of keys, `head_rows` apart in the workspace."""
+    """All that the roles of one launch share. `group` heads share one of keys, `head_rows` apart in the workspace."""
 
     keys: Ring
     values: Ring

@@ -1,12 +1,12 @@
 """A compute group of the backward: one warp group that owns 64 keys of each tile.
 
 Scores are held as [K, Q], so that P^T and dS^T are left operands from registers in dV += P^T dO and dK += dS^T Q. For
-dQ = dS K the groups exchange dS through shared memory, and add the result to an FP32 buffer in global memory, by the copy
-engine. Notation is that of `ioattn.backends.eager`.
+dQ = dS K the groups exchange dS through shared memory, and add the result to an FP32 buffer in global memory by the
+copy engine. Notation is that of `ioattn.backends.eager`.
 
-Products are issued so that the tensor cores have some to work on meanwhile: dP during the exponentials, dK and the scores
-of the next block during the store of dQ. A product whose left operand is in registers holds up the warp until it runs, so
-dV is issued only when there is nothing else to do but wait.
+Products are issued so that the tensor cores have some to work on meanwhile: dP during the exponentials, dK during the
+store of dQ. A product whose left operand is in registers holds up the warp until it runs, so dV is issued only when
+there is nothing else to do but wait: before the exponentials of dS it cost 10% (H200, D 128).
 """
 
 from ioattn.backends.gluon.kernels.backward_call import GROUP_KEYS
@@ -26,8 +26,9 @@ from ioattn.backends.gluon.kernels.pipeline import Cursor, start
 
 @aggregate
 class Sums:
-    """What a compute group carries from step to step: its sums, how many steps it has done, its place in the rings, and,
-    if dQ is stored `later`, the part of it that is still to be added and where.
+    """What a compute group carries from step to step: its sums, how many steps it has done, its place in the rings.
+
+    If dQ is stored `later`, also the part of it that is still to be added, and where.
     """
 
     dk: gl.tensor
@@ -189,7 +190,7 @@ def sees(call, tile, block, number: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def multiply_keys(call, shared, k_tile, GROUP: gl.constexpr):
-    """Start the group's part of dQ = dS K: all of it, or half of the columns, or half of the rows where there are 128."""
+    """Start the group's part of dQ = dS K: all of it, or half of its columns, or half of 128 rows."""
     DIM: gl.constexpr = call.config.dim
     ROWS: gl.constexpr = call.config.rows
     if call.config.dq == "turns":

@@ -1,4 +1,4 @@
-"""A compute group of the backward where dK and dV of 64 keys fill the registers of two groups: head dimensions over 128.
+"""A compute group of the backward where dK and dV of 64 keys fill the registers of two groups: D over 128.
 
 Each group owns half of the columns of dK and dV. One makes the scores and the weights, the other the gradient of the
 weights and of the scores; both go through shared memory, and are left operands from there. dQ has a kernel of its own.

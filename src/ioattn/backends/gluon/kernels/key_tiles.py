@@ -143,7 +143,7 @@ class QueryBand:
 
     @gluon.jit
     def keeps(self, tile, keys, queries, origin, number: gl.constexpr):
-        """Whether each key is seen by each query, both counted from `origin` and compared as `number`; shapes broadcast.
+        """Whether each key is seen by each query, both counted from `origin`, compared as `number`; shapes broadcast.
 
         One comparison per element and side: what does not depend on the query, the end of the keys, moves a limit.
         """
@@ -336,9 +336,7 @@ class KeySchedule:
             tile = KeyTile(alive, zero, head, key_tile * self.keys, k_offset, len_k, len_q, row)
         else:
             batch = head // self.heads
-            tile = KeyTile(
-                alive, batch, head % self.heads, key_tile * self.keys, q_offset, self.len_k, self.len_q, row
-            )
+            tile = KeyTile(alive, batch, head % self.heads, key_tile * self.keys, q_offset, self.len_k, self.len_q, row)
         return tile, q_offset
 
 

@@ -1,4 +1,4 @@
-"""The loader of the backward: one warp group that walks the tiles of keys and copies what the groups multiply by TMA."""
+"""The loader of the backward: one warp group that walks the tiles of keys and fills the rings by TMA."""
 
 from ioattn.backends.gluon.kernels.key_tiles import no_key_tile
 from ioattn.backends.gluon.kernels.names import gl, gluon
@@ -31,7 +31,7 @@ def load_backward(call, schedule, k_desc, v_desc, q_desc, dout_desc, lse_desc, d
 
 @gluon.jit
 def load_queries(call, tile, q_offset, place, q_desc, dout_desc, lse_desc, delta_desc):
-    """Load Q, dO and what goes with their rows, for every head that shares the keys, in the order of `differentiate`."""
+    """Load Q, dO and what goes with their rows, for every head that shares the keys, in the groups' order."""
     ROWS: gl.constexpr = call.config.rows
     queries = call.band.queries(tile, call.config.keys, ROWS)
     edges = queries.edges

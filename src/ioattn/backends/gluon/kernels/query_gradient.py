@@ -1,7 +1,7 @@
 """dQ by a kernel of its own, in one order: two more products than in the common kernel, but no sums in global memory.
 
-A tile is query rows that walk over keys, as in the forward: the schedule, the band and the board are the forward's. Each
-compute group owns 64 rows and needs no other. Notation is that of `ioattn.backends.eager`.
+A tile is query rows that walk over keys, as in the forward: the schedule, the band and the board are the forward's.
+Each compute group owns 64 rows and needs no other. Notation is that of `ioattn.backends.eager`.
 """
 
 from ioattn.backends.gluon.kernels.backward_call import Derivative
@@ -47,7 +47,7 @@ class QueryLayouts:
 
 @aggregate
 class Rows:
-    """What is in global memory per row: dQ, LSE (in powers of two) and delta; dQ by pointers where a tile is cut short."""
+    """What is in global memory per row: dQ, LSE (in powers of two) and delta. The flag says that dQ is not finite."""
 
     dq_desc: tma.tensor_descriptor
     lse: gl.tensor

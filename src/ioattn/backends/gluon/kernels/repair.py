@@ -1,9 +1,9 @@
 """A second look at gradients that are not finite, where the band or the end of a sequence hides something.
 
-A hidden weight is 0, but 0 * NaN is NaN: NaN or inf in a row of K, Q or dO that is hidden reaches a gradient through a tile
-that holds it. The kernels raise a flag when a gradient is not finite; then, and only then, these compute each tile that
-holds such a number again: products of what is finite, and what the visible rest makes of the sum. In Triton's own language,
-as speed does not matter here.
+A hidden weight is 0, but 0 * NaN is NaN: NaN or inf in a row of K, Q or dO that is hidden reaches a gradient through a
+tile that holds it. The kernels raise a flag when that may have happened; then, and only then, these compute each tile
+that is not finite again: products of what is finite, and what the visible rest makes of the sum. In Triton's own
+language, as speed does not matter here.
 """
 
 import triton
@@ -101,14 +101,15 @@ def gradients(raw, dweights, seen, lse, delta, distance, operands, step: tl.cons
 
 
 @triton.jit
-def operands_of(softcap, slopes, head):
+def operands_of(softcap, slopes, head, HAS_SOFTCAP: tl.constexpr):
     """One operand per term, in the terms' order."""
-    if softcap is not None and slopes is not None:
-        return (softcap, tl.load(slopes + head).to(tl.float32))
+    if HAS_SOFTCAP and slopes is not None:
+        operands = (softcap, tl.load(slopes + head).to(tl.float32))
     elif slopes is not None:
-        return (tl.load(slopes + head).to(tl.float32),)
+        operands = (tl.load(slopes + head).to(tl.float32),)
     else:
-        return (softcap,)
+        operands = (softcap,)
+    return operands
 
 
 @triton.jit
@@ -117,7 +118,7 @@ def repair_keys(
     dv_strides, cu_seqlens_q, cu_seqlens_k, slopes, softcap, scale, sizes, dims, band, step: tl.constexpr,
     dstep: tl.constexpr, TILE: tl.constexpr, DIM: tl.constexpr, SEQUENCES: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV again, where they are not finite. FORM: whether the band has lo and hi, and is aligned bottom-right."""
+    """dK and dV again, where they are not finite. FORM: whether there are lo, hi, alignment bottom-right, softcap."""
     if tl.load(flag) == 0:
         return
     tiles = (sizes[2] + TILE - 1) // TILE
@@ -152,10 +153,8 @@ def repair_keys(
                     raw = tl.dot(k_tile, tl.trans(q_tile)) * scale
                     dweights = tl.dot(v_tile, tl.trans(dout_tile))
                     distance = tl.abs((query[None, :] + (len_k - len_q) - key[:, None]).to(tl.float32))
-                    operands = operands_of(softcap, slopes, head)
-                    seen, weights, dscores = gradients(
-                        raw, dweights, seen, lse, delta, distance, operands, step, dstep
-                    )
+                    operands = operands_of(softcap, slopes, head, FORM[3])
+                    seen, weights, dscores = gradients(raw, dweights, seen, lse, delta, distance, operands, step, dstep)
                     dv_tile = tl.dot(weights.to(dtype), finite(dout_tile), dv_tile)
                     dk_tile = tl.dot(dscores.to(dtype), finite(q_tile), dk_tile)
                     dv_tile += tl.where(count(seen, dout_tile == INF, dtype) > 0, INF, 0.0)
@@ -203,8 +202,8 @@ def repair_queries(
                 raw = tl.dot(q_tile, tl.trans(k_tile)) * scale
                 dweights = tl.dot(dout_tile, tl.trans(v_tile))
                 distance = tl.abs((query[:, None] + (len_k - len_q) - key[None, :]).to(tl.float32))
-                operands = operands_of(softcap, slopes, head)
-                seen, weights, dscores = gradients(raw, dweights, seen, lse, delta, distance, operands, step, dstep)
+                operands = operands_of(softcap, slopes, head, FORM[3])
+                seen, _, dscores = gradients(raw, dweights, seen, lse, delta, distance, operands, step, dstep)
                 dq_tile = tl.dot(dscores.to(dtype), finite(k_tile), dq_tile)
                 dq_tile = tl.where(count(seen, (tl.abs(k_tile) < INF) == 0, dtype) > 0, float("nan"), dq_tile)
             store_rows(dq, dq_strides, place, head, q_first, query, there, dims[0], dq_tile * scale, DIM)
