@@ -62,6 +62,7 @@ def choose(problem: Problem) -> BackwardConfig:
     dim = tile_dim(max(problem.dim, problem.dim_v))
     band = problem.band
     keys = 64 if dim == 256 else 128
+    masks = band.bounded or problem.packed or problem.len_k % keys != 0
     return BackwardConfig(
         dim,
         keys=keys,
@@ -72,10 +73,11 @@ def choose(problem: Problem) -> BackwardConfig:
         has_lo=band.lo is not None,
         has_hi=band.hi is not None,
         bottom_right=problem.align == "bottom-right",
-        masks=band.bounded or problem.packed or problem.len_k % keys != 0,
+        masks=masks,
         cleans=band.bounded or problem.packed,
         has_softcap=problem.softcap is not None,
         grouped=problem.group > 1,
+        rotate=not masks,
         dq="none" if dim == 256 or problem.deterministic else "turns" if dim == 64 else "halves",
         sequences=1 << problem.batch.bit_length() if problem.packed else 0,
     )

@@ -88,8 +88,12 @@ def walk(call, post, kv_place, place, turn, GROUP: gl.constexpr):
         if config.masks:
             for n in range(queries.edges):
                 sums = step(call, tile, k_tile, v_tile, row, queries.edge(n), head, sums, True, GROUP)
-        for n in range(queries.whole_end - queries.whole):
-            sums = step(call, tile, k_tile, v_tile, row, queries.inner(n), head, sums, False, GROUP)
+        # A second loop where the walk starts in the middle: one index for both would cost registers.
+        for block in range(queries.start(), queries.whole_end):
+            sums = step(call, tile, k_tile, v_tile, row, block, head, sums, False, GROUP)
+        if config.rotate:
+            for block in range(queries.whole, queries.start()):
+                sums = step(call, tile, k_tile, v_tile, row, block, head, sums, False, GROUP)
     if config.later:
         add_dq(call, sums.dq, sums.row, GROUP)
     call.keys.release(kv_place)

@@ -72,8 +72,11 @@ def walk_wide(call, post, kv_place, place, turn, GROUP: gl.constexpr):
         if config.masks:
             for n in range(queries.edges):
                 sums = step_wide(call, tile, k_tile, v_tile, row, queries.edge(n), head, sums, True, GROUP)
-        for n in range(queries.whole_end - queries.whole):
-            sums = step_wide(call, tile, k_tile, v_tile, row, queries.inner(n), head, sums, False, GROUP)
+        for block in range(queries.start(), queries.whole_end):
+            sums = step_wide(call, tile, k_tile, v_tile, row, block, head, sums, False, GROUP)
+        if config.rotate:
+            for block in range(queries.whole, queries.start()):
+                sums = step_wide(call, tile, k_tile, v_tile, row, block, head, sums, False, GROUP)
     # Read again: what is not held on to need not be in registers all the way.
     tile = call.board.read(post)
     # Only this group reads K, or V, and so may put its results there.

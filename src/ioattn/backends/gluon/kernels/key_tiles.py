@@ -62,6 +62,14 @@ class Queries:
         self.turned = gl.constexpr(None) if turned is None else turned
 
     @gluon.jit
+    def start(self):
+        """The first of the whole blocks that the walk comes to; it goes on with the first one after the last."""
+        start = self.whole
+        if self.turned is not None:
+            start += self.turned
+        return start
+
+    @gluon.jit
     def inner(self, step):
         """The block of a step among the whole ones."""
         block = self.whole + step
