@@ -1,7 +1,8 @@
-"""The Hopper forward: warp-specialised kernels for sm_90 in Gluon. FP16 and BF16, head dimensions up to 256.
+"""Attention on Hopper: warp-specialised kernels for sm_90 in Gluon. FP16 and BF16, head dimensions up to 256.
 
-`config` picks a kernel, `launch` compiles and launches it. In `kernels`, `forward` is the kernel, `load` and `compute`
-are its roles, and `names` holds what differs between versions of Triton.
+`config` picks a kernel, `launch` compiles and launches it; `backward_config` and `backward_launch` do so for the
+gradients. In `kernels`, `forward` and `backward` are the kernels, the files that they import are their roles, and
+`names` holds what differs between versions of Triton.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ def objections(problem: Problem) -> list[str]:
         f"dtype is {DTYPES[problem.dtype]}; takes fp16 and bf16": problem.dtype not in (torch.float16, torch.bfloat16),
         f"head dimension is {max(problem.dim, problem.dim_v)}; takes up to 256": max(problem.dim, problem.dim_v) > 256,
         f"value dimension is {problem.dim_v}; the copy engine stores multiples of 8": problem.dim_v % 8 != 0,
+        f"head dimension is {problem.dim}; the copy engine stores its gradient by multiples of 8": problem.dim % 8 != 0,
         f"q, k, v start or stride at multiples of {problem.alignment} bytes; the copy engine needs 16": (
             problem.alignment < 16
         ),
