@@ -16,6 +16,7 @@ from ioattn.backends.gluon.kernels.names import (
     fence_async_shared,
     gl,
     gluon,
+    seen_as,
     store_tile,
     tma,
     warpgroup_mma,
@@ -234,7 +235,7 @@ def store_rows(call, tile, result, target, GROUP: gl.constexpr):
     buffer = call.dq_tiles.index(GROUP)
     row = tile.k_start + GROUP * GROUP_KEYS
     tma.store_wait(0)
-    staged = buffer._reinterpret(target.desc.dtype, [1, 1, GROUP_KEYS, DIM], target.desc.layout)
+    staged = seen_as(buffer, target.desc.dtype, [1, 1, GROUP_KEYS, DIM], target.desc.layout)
     rows = staged.reshape([GROUP_KEYS, DIM])
     rows.store(result.to(target.desc.dtype))
     if call.config.sequences > 0:

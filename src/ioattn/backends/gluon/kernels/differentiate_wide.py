@@ -12,6 +12,7 @@ from ioattn.backends.gluon.kernels.names import (
     fence_async_shared,
     gl,
     gluon,
+    seen_as,
     store_tile,
     tma,
     warpgroup_mma,
@@ -85,7 +86,7 @@ def walk_wide(call, post, kv_place, place, turn, GROUP: gl.constexpr):
     else:
         staged = call.values.buffers.index(0)
     layout: gl.constexpr = call.dk.desc.layout
-    halves = staged._reinterpret(call.dk.desc.dtype, [2, 1, 1, GROUP_KEYS, HALF], layout)
+    halves = seen_as(staged, call.dk.desc.dtype, [2, 1, 1, GROUP_KEYS, HALF], layout)
     store_half(call, tile, sums.dv, call.dv, halves.index(0), GROUP)
     store_half(call, tile, sums.dk * call.scoring.scale, call.dk, halves.index(1), GROUP)
     tma.store_wait(0)

@@ -3,7 +3,7 @@
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language._core import _unwrap_if_constexpr, builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -31,6 +31,13 @@ def _reduce_tile(desc, coord, src, _semantic=None):
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, src.handle)
 
 
+@builtin
+def seen_as(buffer, dtype, shape, layout, _semantic=None):
+    """A buffer in shared memory as one of another type, shape and layout: a method whose name has changed."""
+    sizes = [_unwrap_if_constexpr(size) for size in shape]
+    return _semantic.memdesc_reinterpret(buffer, _unwrap_if_constexpr(dtype), sizes, _unwrap_if_constexpr(layout))
+
+
 add_tile = tma.async_atomic_add if hasattr(tma, "async_atomic_add") else _reduce_tile
 
 __all__ = [
@@ -42,6 +49,7 @@ __all__ = [
     "gluon",
     "load_tile",
     "mbarrier",
+    "seen_as",
     "store_tile",
     "tma",
     "warpgroup_mma",
