@@ -39,9 +39,10 @@ class Sums:
     steps: gl.tensor
     place: Cursor
     turn: Cursor
+    kv: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, dk, dv, dq, row, steps, place, turn):
+    def __init__(self, dk, dv, dq, row, steps, place, turn, kv):
         self.dk = dk
         self.dv = dv
         self.dq = dq
@@ -49,6 +50,7 @@ class Sums:
         self.steps = steps
         self.place = place
         self.turn = turn
+        self.kv = kv
 
 
 @gluon.jit
@@ -78,23 +80,24 @@ def walk(call, post, kv_place, place, turn, GROUP: gl.constexpr):
     DIM: gl.constexpr = config.dim
     tile = call.board.read(post)
     queries = call.band.queries(tile, KEYS, ROWS)
-    k_tile = call.keys.get(kv_place)
-    v_tile = call.values.get(kv_place)
+    call.keys.get(kv_place)
+    call.values.get(kv_place)
+    drift = tile.alive - 1
     zero = gl.zeros([GROUP_KEYS, DIM], gl.float32, layouts.acc)
     dq = gl.zeros([64, 64], gl.float32, layouts.dq)
-    sums = Sums(zero, zero, dq, tile.row, gl.to_tensor(0), place, turn)
+    sums = Sums(zero, zero, dq, tile.row, gl.to_tensor(0), place, turn, kv_place.index)
     for member in range(call.group):
         head = tile.head * call.group + member
         row = tile.row + member * call.head_rows
         if config.masks:
             for n in range(queries.edges):
-                sums = step(call, tile, k_tile, v_tile, row, queries.edge(n), head, sums, True, GROUP)
+                sums = step(call, tile, drift, row, queries.edge(n), head, sums, True, GROUP)
         # A second loop where the walk starts in the middle: one index for both would cost registers.
         for block in range(queries.start(), queries.whole_end):
-            sums = step(call, tile, k_tile, v_tile, row, block, head, sums, False, GROUP)
+            sums = step(call, tile, drift, row, block, head, sums, False, GROUP)
         if config.rotate:
             for block in range(queries.whole, queries.start()):
-                sums = step(call, tile, k_tile, v_tile, row, block, head, sums, False, GROUP)
+                sums = step(call, tile, drift, row, block, head, sums, False, GROUP)
     if config.later:
         add_dq(call, sums.dq, sums.row, GROUP)
     call.keys.release(kv_place)
@@ -107,11 +110,13 @@ def walk(call, post, kv_place, place, turn, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def step(call, tile, k_tile, v_tile, row, block, head, sums, MASKED: gl.constexpr, GROUP: gl.constexpr):
+def step(call, tile, drift, row, block, head, sums, MASKED: gl.constexpr, GROUP: gl.constexpr):
     """One block of queries: what it adds to dK and dV, and what the keys add to its dQ."""
     config: gl.constexpr = call.config
     layouts: gl.constexpr = call.layouts
     ROWS: gl.constexpr = config.rows
+    k_tile = call.keys.tile(start(1).at(sums.kv))
+    v_tile = call.values.tile(start(1).at(sums.kv))
     dtype: gl.constexpr = k_tile.dtype
     place = sums.place
     q_tile = call.queries.get(place)
@@ -169,7 +174,7 @@ def step(call, tile, k_tile, v_tile, row, block, head, sums, MASKED: gl.constexp
             call.dscores.release(sums.turn)
     dk = warpgroup_mma_wait(0, deps=[dk])
     call.queries.release(place)
-    return Sums(dk, dv, dq, row, sums.steps + 1, place.next(), sums.turn.next())
+    return Sums(dk, dv, dq, row, sums.steps + 1, place.next(), sums.turn.next(), sums.kv + drift)
 
 
 @gluon.jit
