@@ -33,6 +33,7 @@ class BackwardConfig:
     grouped: bool = False
     dq: str = "halves"
     later: bool = False
+    carry: bool = False
     rotate: bool = False
     sequences: int = 0
 

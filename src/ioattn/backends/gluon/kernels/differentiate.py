@@ -20,6 +20,7 @@ from ioattn.backends.gluon.kernels.names import (
     store_tile,
     tma,
     warpgroup_mma,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from ioattn.backends.gluon.kernels.pipeline import Cursor, start
@@ -32,7 +33,7 @@ class Sums:
     If dQ is stored `later`, also the part of it that is still to be added, and where.
     """
 
-    dk: gl.tensor
+    dk: object
     dv: gl.tensor
     dq: gl.tensor
     row: gl.tensor
@@ -85,7 +86,10 @@ def walk(call, post, kv_place, place, turn, GROUP: gl.constexpr):
     drift = tile.alive - 1
     zero = gl.zeros([GROUP_KEYS, DIM], gl.float32, layouts.acc)
     dq = gl.zeros([64, 64], gl.float32, layouts.dq)
-    sums = Sums(zero, zero, dq, tile.row, gl.to_tensor(0), place, turn, kv_place.index)
+    dk = zero
+    if config.carry:
+        dk = warpgroup_mma_init(zero)
+    sums = Sums(dk, zero, dq, tile.row, gl.to_tensor(0), place, turn, kv_place.index)
     for member in range(call.group):
         head = tile.head * call.group + member
         row = tile.row + member * call.head_rows
@@ -98,6 +102,11 @@ def walk(call, post, kv_place, place, turn, GROUP: gl.constexpr):
         if config.rotate:
             for block in range(queries.whole, queries.start()):
                 sums = step(call, tile, drift, row, block, head, sums, False, GROUP)
+    dk = sums.dk
+    if config.carry:
+        dk = warpgroup_mma_wait(0, deps=[dk])
+        if sums.steps > 0:
+            call.queries.release(sums.place.before())
     if config.later:
         add_dq(call, sums.dq, sums.row, GROUP)
     call.keys.release(kv_place)
@@ -105,7 +114,7 @@ def walk(call, post, kv_place, place, turn, GROUP: gl.constexpr):
     # Read again: what is not held on to need not be in registers all the way.
     tile = call.board.read(post)
     store_rows(call, tile, sums.dv, call.dv, GROUP)
-    store_rows(call, tile, sums.dk * call.scoring.scale, call.dk, GROUP)
+    store_rows(call, tile, dk * call.scoring.scale, call.dk, GROUP)
     return sums.place, sums.turn
 
 
@@ -127,10 +136,16 @@ def step(call, tile, drift, row, block, head, sums, MASKED: gl.constexpr, GROUP:
     zero = gl.zeros([GROUP_KEYS, ROWS], gl.float32, layouts.scores)
     v_rows = v_tile.slice(GROUP * GROUP_KEYS, GROUP_KEYS, 0)
     dweights = warpgroup_mma(v_rows, dout_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    dk = sums.dk
     if ROWS == 64:
         # Before the wait, which hides how long the load takes; more rows would not fit in registers meanwhile.
         lse = call.queries.of_rows(place, layouts.col)[None, :]
-        raw = warpgroup_mma_wait(1, deps=[raw])
+        if config.carry:
+            raw, dk = warpgroup_mma_wait(1, deps=[raw, dk])
+            if sums.steps > 0:
+                call.queries.release(place.before())
+        else:
+            raw = warpgroup_mma_wait(1, deps=[raw])
     else:
         raw = warpgroup_mma_wait(1, deps=[raw])
         lse = call.queries.of_rows(place, layouts.col)[None, :]
@@ -158,22 +173,27 @@ def step(call, tile, drift, row, block, head, sums, MASKED: gl.constexpr, GROUP:
     operand = gl.convert_layout(dscores, layouts.operand)
     dq = sums.dq
     if config.dq == "halves":
-        dq = multiply_keys(call, call.dscores.get(sums.turn), k_tile, GROUP)
-        dk = warpgroup_mma(operand, q_tile, sums.dk, is_async=True)
+        shared = call.dscores.get(sums.turn)
+        dq = multiply_keys(call, shared, k_tile, GROUP)
+        if config.carry:
+            dk = warpgroup_mma(shared.slice(GROUP * GROUP_KEYS, GROUP_KEYS, 0), q_tile, dk, is_async=True)
+        else:
+            dk = warpgroup_mma(operand, q_tile, dk, is_async=True)
         dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])
         call.dscores.release(sums.turn)
         if not config.later:
             add_dq(call, dq, row, GROUP)
     else:
-        dk = warpgroup_mma(operand, q_tile, sums.dk, is_async=True)
+        dk = warpgroup_mma(operand, q_tile, dk, is_async=True)
         dv = warpgroup_mma_wait(1, deps=[dv])
         if config.dq == "turns":
             if (sums.steps & 1) == GROUP:
                 whole = multiply_keys(call, call.dscores.get(sums.turn), k_tile, GROUP)
                 add_dq(call, warpgroup_mma_wait(0, deps=[whole]), row, GROUP)
             call.dscores.release(sums.turn)
-    dk = warpgroup_mma_wait(0, deps=[dk])
-    call.queries.release(place)
+    if not config.carry:
+        dk = warpgroup_mma_wait(0, deps=[dk])
+        call.queries.release(place)
     return Sums(dk, dv, dq, row, sums.steps + 1, place.next(), sums.turn.next(), sums.kv + drift)
 
 

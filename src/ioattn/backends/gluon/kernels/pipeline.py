@@ -29,6 +29,11 @@ class Cursor:
         return Cursor(gl.where(round_trip, 0, index), self.parity ^ round_trip.to(gl.int32), self.size)
 
     @gluon.jit
+    def before(self):
+        """The buffer before this one, for a release: there the parity does not count."""
+        return Cursor(gl.where(self.index == 0, self.size - 1, self.index - 1), self.parity, self.size)
+
+    @gluon.jit
     def again(self):
         """The same buffer, one round later."""
         return Cursor(self.index, self.parity ^ 1, self.size)
