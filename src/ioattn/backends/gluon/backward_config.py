@@ -79,7 +79,9 @@ def choose(problem: Problem) -> BackwardConfig:
         has_softcap=problem.softcap is not None,
         grouped=problem.group > 1,
         rotate=not masks,
-        dq="none" if dim == 256 or problem.deterministic else "turns" if dim == 64 else "halves",
+        dq="none" if dim == 256 or problem.deterministic else "halves",
+        later=dim < 256 and not problem.deterministic,
+        carry=dim < 256 and not problem.deterministic,
         sequences=1 << problem.batch.bit_length() if problem.packed else 0,
     )
 

@@ -136,18 +136,12 @@ def step(call, tile, drift, row, block, head, sums, MASKED: gl.constexpr, GROUP:
     zero = gl.zeros([GROUP_KEYS, ROWS], gl.float32, layouts.scores)
     v_rows = v_tile.slice(GROUP * GROUP_KEYS, GROUP_KEYS, 0)
     dweights = warpgroup_mma(v_rows, dout_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-    dk = sums.dk
     if ROWS == 64:
         # Before the wait, which hides how long the load takes; more rows would not fit in registers meanwhile.
         lse = call.queries.of_rows(place, layouts.col)[None, :]
-        if config.carry:
-            raw, dk = warpgroup_mma_wait(1, deps=[raw, dk])
-            if sums.steps > 0:
-                call.queries.release(place.before())
-        else:
-            raw = warpgroup_mma_wait(1, deps=[raw])
+        raw, dk = finish_scores(call, raw, sums)
     else:
-        raw = warpgroup_mma_wait(1, deps=[raw])
+        raw, dk = finish_scores(call, raw, sums)
         lse = call.queries.of_rows(place, layouts.col)[None, :]
     keys = tile.k_start + GROUP * GROUP_KEYS + gl.arange(0, GROUP_KEYS, layouts.row)[:, None]
     rows = block * ROWS + gl.arange(0, ROWS, layouts.col)[None, :]
@@ -195,6 +189,19 @@ def step(call, tile, drift, row, block, head, sums, MASKED: gl.constexpr, GROUP:
         dk = warpgroup_mma_wait(0, deps=[dk])
         call.queries.release(place)
     return Sums(dk, dv, dq, row, sums.steps + 1, place.next(), sums.turn.next(), sums.kv + drift)
+
+
+@gluon.jit
+def finish_scores(call, raw, sums):
+    """Wait for the scores; and for dK of the step before, which has then read its Q."""
+    dk = sums.dk
+    if call.config.carry:
+        raw, dk = warpgroup_mma_wait(1, deps=[raw, dk])
+        if sums.steps > 0:
+            call.queries.release(sums.place.before())
+    else:
+        raw = warpgroup_mma_wait(1, deps=[raw])
+    return raw, dk
 
 
 @gluon.jit
