@@ -15,10 +15,10 @@ from ioattn.problem import Problem
 
 pytest.importorskip("triton", minversion="3.6", reason="Triton is not installed")
 
-from test_gluon_compile import FEATURES, Machine, disassembled, problem  # noqa: E402
+from test_gluon_compile import FEATURES, Machine, disassembled, problem
 
-from ioattn.backends.gluon import backward_launch as launch  # noqa: E402
-from ioattn.backends.gluon.repair_launch import compile_repair  # noqa: E402
+from ioattn.backends.gluon import backward_launch as launch
+from ioattn.backends.gluon.repair_launch import compile_repair
 
 DIMS = [64, 128, 256]
 DETERMINISTIC = {"deterministic": True}
@@ -39,7 +39,7 @@ def query_kernel(wanted: Problem) -> tuple[table.QueryConfig, Any]:
 
 
 def products_of(config: table.BackwardConfig) -> int:
-    """Matrix instructions of a step of one group: a warp group multiplies 64 rows and 16 columns of the left operand."""
+    """Matrix instructions of a step of one group: each takes 64 rows and 16 columns of the left operand."""
     scores = config.dim // 16
     if config.wide:
         return scores + 2 * config.rows // 16

@@ -20,7 +20,6 @@ from ioattn.backends.gluon.kernels.names import (
     store_tile,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from ioattn.backends.gluon.kernels.pipeline import Cursor, start
@@ -28,26 +27,23 @@ from ioattn.backends.gluon.kernels.pipeline import Cursor, start
 
 @aggregate
 class Sums:
-    """What a compute group carries from step to step: its sums, how many steps it has done, its place in the rings.
+    """What a compute group carries from step to step: its sums, how many steps it has done, and its place in the rings.
 
-    If dQ is stored `later`, also the part of it that is still to be added, and where.
+    The place of K and V drifts by zero: seen as constant, the descriptors of their parts are held in registers that are
+    needed otherwise.
     """
 
-    dk: object
+    dk: gl.tensor
     dv: gl.tensor
-    dq: gl.tensor
-    row: gl.tensor
     steps: gl.tensor
     place: Cursor
     turn: Cursor
     kv: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, dk, dv, dq, row, steps, place, turn, kv):
+    def __init__(self, dk, dv, steps, place, turn, kv):
         self.dk = dk
         self.dv = dv
-        self.dq = dq
-        self.row = row
         self.steps = steps
         self.place = place
         self.turn = turn
@@ -75,7 +71,6 @@ def differentiate(call, GROUP: gl.constexpr):
 def walk(call, post, kv_place, place, turn, GROUP: gl.constexpr):
     """dK and dV of the group's keys: a walk over the queries that see the tile, of every head that shares it."""
     config: gl.constexpr = call.config
-    layouts: gl.constexpr = call.layouts
     ROWS: gl.constexpr = config.rows
     KEYS: gl.constexpr = config.keys
     DIM: gl.constexpr = config.dim
@@ -84,12 +79,8 @@ def walk(call, post, kv_place, place, turn, GROUP: gl.constexpr):
     call.keys.get(kv_place)
     call.values.get(kv_place)
     drift = tile.alive - 1
-    zero = gl.zeros([GROUP_KEYS, DIM], gl.float32, layouts.acc)
-    dq = gl.zeros([64, 64], gl.float32, layouts.dq)
-    dk = zero
-    if config.carry:
-        dk = warpgroup_mma_init(zero)
-    sums = Sums(dk, zero, dq, tile.row, gl.to_tensor(0), place, turn, kv_place.index)
+    zero = gl.zeros([GROUP_KEYS, DIM], gl.float32, call.layouts.acc)
+    sums = Sums(zero, zero, gl.to_tensor(0), place, turn, kv_place.index)
     for member in range(call.group):
         head = tile.head * call.group + member
         row = tile.row + member * call.head_rows
@@ -102,19 +93,12 @@ def walk(call, post, kv_place, place, turn, GROUP: gl.constexpr):
         if config.rotate:
             for block in range(queries.whole, queries.start()):
                 sums = step(call, tile, drift, row, block, head, sums, False, GROUP)
-    dk = sums.dk
-    if config.carry:
-        dk = warpgroup_mma_wait(0, deps=[dk])
-        if sums.steps > 0:
-            call.queries.release(sums.place.before())
-    if config.later:
-        add_dq(call, sums.dq, sums.row, GROUP)
     call.keys.release(kv_place)
     call.values.release(kv_place)
     # Read again: what is not held on to need not be in registers all the way.
     tile = call.board.read(post)
     store_rows(call, tile, sums.dv, call.dv, GROUP)
-    store_rows(call, tile, dk * call.scoring.scale, call.dk, GROUP)
+    store_rows(call, tile, sums.dk * call.scoring.scale, call.dk, GROUP)
     return sums.place, sums.turn
 
 
@@ -128,89 +112,70 @@ def step(call, tile, drift, row, block, head, sums, MASKED: gl.constexpr, GROUP:
     v_tile = call.values.tile(start(1).at(sums.kv))
     dtype: gl.constexpr = k_tile.dtype
     place = sums.place
-    q_tile = call.queries.get(place)
-    raw = multiply_queries(call, k_tile, q_tile, GROUP)
-    if config.later:
-        add_dq(call, sums.dq, sums.row, GROUP)
-    dout_tile = call.douts.get(place)
     zero = gl.zeros([GROUP_KEYS, ROWS], gl.float32, layouts.scores)
+    q_tile = call.queries.get(place)
+    k_rows = k_tile.slice(GROUP * GROUP_KEYS, GROUP_KEYS, 0)
+    raw = warpgroup_mma(k_rows, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    dout_tile = call.douts.get(place)
     v_rows = v_tile.slice(GROUP * GROUP_KEYS, GROUP_KEYS, 0)
     dweights = warpgroup_mma(v_rows, dout_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-    if ROWS == 64:
-        # Before the wait, which hides how long the load takes; more rows would not fit in registers meanwhile.
-        lse = call.queries.of_rows(place, layouts.col)[None, :]
-        raw, dk = finish_scores(call, raw, sums)
-    else:
-        raw, dk = finish_scores(call, raw, sums)
-        lse = call.queries.of_rows(place, layouts.col)[None, :]
+    raw, lse = wait_and_read(call.queries, place, raw, 1, ROWS, layouts.col)
     keys = tile.k_start + GROUP * GROUP_KEYS + gl.arange(0, GROUP_KEYS, layouts.row)[:, None]
     rows = block * ROWS + gl.arange(0, ROWS, layouts.col)[None, :]
     scores = call.scoring.shape(raw, tile, rows, keys, head)
-    weights = gl.exp2(scores * call.scoring.factor() - lse)
+    weights = gl.exp2(scores * call.scoring.factor() - lse[None, :])
     if MASKED:
         weights = gl.where(sees(call, tile, block, gl.int32, GROUP), weights, 0.0)
-    if ROWS == 64:
-        delta = call.douts.of_rows(place, layouts.col)[None, :]
-        dweights = warpgroup_mma_wait(0, deps=[dweights])
-    else:
-        dweights = warpgroup_mma_wait(0, deps=[dweights])
-        delta = call.douts.of_rows(place, layouts.col)[None, :]
-    dscores = weights * (dweights - delta)
+    dweights, delta = wait_and_read(call.douts, place, dweights, 0, ROWS, layouts.col)
+    dscores = weights * (dweights - delta[None, :])
     if MASKED:
         # Compared anew, and as another type: held on to, so many predicates are packed and unpacked, 300 instructions.
         dscores = gl.where(sees(call, tile, block, gl.float32, GROUP), dscores, 0.0)
     dscores = call.scoring.unshape(dscores, raw, tile, rows, keys, head).to(dtype)
     dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), layouts.operand), dout_tile, sums.dv, is_async=True)
+    dk, dv = multiply_dscores(call, dscores, k_tile, q_tile, dv, row + block * ROWS, sums, GROUP)
+    call.queries.release(place)
+    return Sums(dk, dv, sums.steps + 1, place.next(), sums.turn.next(), sums.kv + drift)
+
+
+@gluon.jit
+def wait_and_read(ring, place, product, others: gl.constexpr, ROWS: gl.constexpr, layout: gl.constexpr):
+    """Wait for a product until only `others` are on their way; and the numbers of the rows.
+
+    They are read before, so that the wait hides how long that takes, unless so many do not fit in registers meanwhile.
+    """
+    if ROWS == 64:
+        numbers = ring.of_rows(place, layout)
+        product = warpgroup_mma_wait(others, deps=[product])
+    else:
+        product = warpgroup_mma_wait(others, deps=[product])
+        numbers = ring.of_rows(place, layout)
+    return product, numbers
+
+
+@gluon.jit
+def multiply_dscores(call, dscores, k_tile, q_tile, dv, row, sums, GROUP: gl.constexpr):
+    """dK, and the group's part of dQ, which it adds to the buffer; dV is on its way. Returns dK and dV, complete."""
+    config: gl.constexpr = call.config
+    operand = gl.convert_layout(dscores, call.layouts.operand)
     if config.sums_dq:
         call.dscores.put(sums.turn, GROUP * GROUP_KEYS, dscores)
-    row = row + block * ROWS
-    operand = gl.convert_layout(dscores, layouts.operand)
-    dq = sums.dq
     if config.dq == "halves":
-        shared = call.dscores.get(sums.turn)
-        dq = multiply_keys(call, shared, k_tile, GROUP)
-        if config.carry:
-            dk = warpgroup_mma(shared.slice(GROUP * GROUP_KEYS, GROUP_KEYS, 0), q_tile, dk, is_async=True)
-        else:
-            dk = warpgroup_mma(operand, q_tile, dk, is_async=True)
+        dq = multiply_keys(call, call.dscores.get(sums.turn), k_tile, GROUP)
+        dk = warpgroup_mma(operand, q_tile, sums.dk, is_async=True)
         dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])
         call.dscores.release(sums.turn)
-        if not config.later:
-            add_dq(call, dq, row, GROUP)
+        add_dq(call, dq, row, GROUP)
     else:
-        dk = warpgroup_mma(operand, q_tile, dk, is_async=True)
+        dk = warpgroup_mma(operand, q_tile, sums.dk, is_async=True)
         dv = warpgroup_mma_wait(1, deps=[dv])
         if config.dq == "turns":
             if (sums.steps & 1) == GROUP:
-                whole = multiply_keys(call, call.dscores.get(sums.turn), k_tile, GROUP)
-                add_dq(call, warpgroup_mma_wait(0, deps=[whole]), row, GROUP)
+                dq = multiply_keys(call, call.dscores.get(sums.turn), k_tile, GROUP)
+                add_dq(call, warpgroup_mma_wait(0, deps=[dq]), row, GROUP)
             call.dscores.release(sums.turn)
-    if not config.carry:
-        dk = warpgroup_mma_wait(0, deps=[dk])
-        call.queries.release(place)
-    return Sums(dk, dv, dq, row, sums.steps + 1, place.next(), sums.turn.next(), sums.kv + drift)
-
-
-@gluon.jit
-def finish_scores(call, raw, sums):
-    """Wait for the scores; and for dK of the step before, which has then read its Q."""
-    dk = sums.dk
-    if call.config.carry:
-        raw, dk = warpgroup_mma_wait(1, deps=[raw, dk])
-        if sums.steps > 0:
-            call.queries.release(sums.place.before())
-    else:
-        raw = warpgroup_mma_wait(1, deps=[raw])
-    return raw, dk
-
-
-@gluon.jit
-def multiply_queries(call, k_tile, q_tile, GROUP: gl.constexpr):
-    """Start the product of the group's keys with a block of queries."""
-    ROWS: gl.constexpr = call.config.rows
-    zero = gl.zeros([GROUP_KEYS, ROWS], gl.float32, call.layouts.scores)
-    k_rows = k_tile.slice(GROUP * GROUP_KEYS, GROUP_KEYS, 0)
-    return warpgroup_mma(k_rows, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    dk = warpgroup_mma_wait(0, deps=[dk])
+    return dk, dv
 
 
 @gluon.jit

@@ -9,8 +9,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_accumulator,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
@@ -53,7 +51,5 @@ __all__ = [
     "store_tile",
     "tma",
     "warpgroup_mma",
-    "warpgroup_mma_accumulator",
-    "warpgroup_mma_init",
     "warpgroup_mma_wait",
 ]

@@ -29,11 +29,6 @@ class Cursor:
         return Cursor(gl.where(round_trip, 0, index), self.parity ^ round_trip.to(gl.int32), self.size)
 
     @gluon.jit
-    def before(self):
-        """The buffer before this one, for a release: there the parity does not count."""
-        return Cursor(gl.where(self.index == 0, self.size - 1, self.index - 1), self.parity, self.size)
-
-    @gluon.jit
     def again(self):
         """The same buffer, one round later."""
         return Cursor(self.index, self.parity ^ 1, self.size)
@@ -154,12 +149,6 @@ class RowRing:
     def get(self, cursor):
         """Wait until the buffer is full; its tile as `[rows, dim]`."""
         return self.tiles.get(cursor)
-
-    @gluon.jit
-    def get_if(self, cursor, wanted):
-        """The same, but without a wait, and with any contents, unless `wanted`."""
-        mbarrier.wait(self.tiles.full.index(cursor.index), cursor.parity, pred=wanted)
-        return self.tiles.tile(cursor)
 
     @gluon.jit
     def of_rows(self, cursor, layout: gl.constexpr):

@@ -256,9 +256,7 @@ def let_pass(call, places, n, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def add_keys(
-    call, tile, lse, delta, row, block, dq, places, MASKED: gl.constexpr, GROUP: gl.constexpr
-):
+def add_keys(call, tile, lse, delta, row, block, dq, places, MASKED: gl.constexpr, GROUP: gl.constexpr):
     """Add what one block of keys contributes to dQ."""
     config: gl.constexpr = call.config
     layouts: gl.constexpr = call.layouts
