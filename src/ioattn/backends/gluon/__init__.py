@@ -1,7 +1,8 @@
-"""The Hopper forward: warp-specialised kernels for sm_90 in Gluon. FP16 and BF16, head dimensions up to 256.
+"""Attention on Hopper: warp-specialised kernels for sm_90 in Gluon. FP16 and BF16, head dimensions up to 256.
 
-`config` picks a kernel, `launch` compiles and launches it. In `kernels`, `forward` is the kernel, `load` and `compute`
-are its roles, and `names` holds what differs between versions of Triton.
+`config` picks a kernel, `launch` compiles and launches it; `backward_config` and `backward_launch` do so for the
+gradients. In `kernels`, `forward` and `backward` are the kernels, the files that they import are their roles, and
+`names` holds what differs between versions of Triton.
 """
 
 from __future__ import annotations
@@ -14,11 +15,9 @@ import torch
 from torch import Tensor
 
 from ioattn.backends.gluon import config
-from ioattn.problem import DTYPES, Problem, Tensors
+from ioattn.problem import DTYPES, Gradients, Problem, Tensors
 
 name = "gluon"
-
-forward_only = True
 
 
 def unusable() -> str | None:
@@ -48,6 +47,7 @@ def objections(problem: Problem) -> list[str]:
         f"dtype is {DTYPES[problem.dtype]}; takes fp16 and bf16": problem.dtype not in (torch.float16, torch.bfloat16),
         f"head dimension is {max(problem.dim, problem.dim_v)}; takes up to 256": max(problem.dim, problem.dim_v) > 256,
         f"value dimension is {problem.dim_v}; the copy engine stores multiples of 8": problem.dim_v % 8 != 0,
+        f"head dimension is {problem.dim}; the copy engine stores its gradient by multiples of 8": problem.dim % 8 != 0,
         f"q, k, v start or stride at multiples of {problem.alignment} bytes; the copy engine needs 16": (
             problem.alignment < 16
         ),
@@ -75,6 +75,24 @@ def forward(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> Non
         return
     with torch.cuda.device(problem.device):
         launch.forward(problem, tensors, out, lse)
+
+
+def backward(
+    problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, grads: Gradients
+) -> None:
+    """Write the gradients of q, k and v, and that of sinks where wanted, to `grads`."""
+    if tensors.q.numel() == 0 or tensors.k.numel() == 0:
+        for grad in grads:
+            if grad is not None:
+                grad.zero_()
+        if grads.dsinks is not None and dlse is not None:
+            # Only the sinks are left of the sums, and the LSE is the sink.
+            grads.dsinks.copy_(torch.where(lse == -math.inf, 0, dlse).sum(-1 if problem.packed else (0, -1)))
+        return
+    from ioattn.backends.gluon import backward_launch  # imports Triton
+
+    with torch.cuda.device(problem.device):
+        backward_launch.backward(problem, tensors, out, lse, dout, dlse, grads)
 
 
 def _no_keys(problem: Problem, tensors: Tensors, lse: Tensor) -> None:

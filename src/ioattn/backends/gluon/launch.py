@@ -54,6 +54,11 @@ def describe(x: Tensor) -> Descriptor:
     return Descriptor(x, (b, h, n, d), (8 if b == 1 else s_b, 8 if h == 1 else s_h, 8 if n == 1 else s_n, 1))
 
 
+def strides_of(x: Tensor) -> tuple[int, ...]:
+    """Strides of batch, head and row; packed tensors `(T, H, D)` are a batch of one."""
+    return x.stride()[:3] if x.dim() == 4 else (0, x.stride(1), x.stride(0))
+
+
 @functools.lru_cache(maxsize=1024)
 def plan(problem: Problem, slopes: torch.dtype | None, sinks: torch.dtype | None) -> Plan:
     """Configuration, kernel and grid of a problem."""

@@ -4,7 +4,7 @@ A ring has one barrier per buffer for "full" and one for "empty". A role walks a
 the barriers need lives there and nowhere else.
 """
 
-from ioattn.backends.gluon.kernels.names import aggregate, gl, gluon, load_tile, mbarrier
+from ioattn.backends.gluon.kernels.names import aggregate, fence_async_shared, gl, gluon, load_tile, mbarrier
 
 
 @aggregate
@@ -117,6 +117,113 @@ def ring(desc, size: gl.constexpr, readers: gl.constexpr):
     shape: gl.constexpr = desc.block_type.shape
     buffers = gl.allocate_shared_memory(desc.dtype, [size, shape[0], shape[1], shape[2], shape[3]], desc.layout)
     return Ring(buffers, barriers(size, 1), barriers(size, readers), shape[2], shape[3])
+
+
+@aggregate
+class RowRing:
+    """Tiles of rows with one number per row, which a loader fills together and `readers` compute groups drain."""
+
+    tiles: Ring
+    numbers: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, numbers):
+        self.tiles = tiles
+        self.numbers = numbers
+
+    @gluon.jit
+    def fill(self, cursor, desc, coord, numbers_desc, row):
+        """Once the buffer is free, copy a tile and the numbers of its rows into it."""
+        self.tiles.acquire(cursor)
+        self.fill_free(cursor, desc, coord, numbers_desc, row)
+
+    @gluon.jit
+    def fill_free(self, cursor, desc, coord, numbers_desc, row):
+        """The same for a buffer that is known to be free, as its readers release it together with another ring's."""
+        full = self.tiles.full.index(cursor.index)
+        mbarrier.expect(full, desc.block_type.nbytes + numbers_desc.block_type.nbytes)
+        load_tile(numbers_desc, [row], full, self.numbers.index(cursor.index))
+        load_tile(desc, coord, full, self.tiles.buffers.index(cursor.index))
+
+    @gluon.jit
+    def get(self, cursor):
+        """Wait until the buffer is full; its tile as `[rows, dim]`."""
+        return self.tiles.get(cursor)
+
+    @gluon.jit
+    def of_rows(self, cursor, layout: gl.constexpr):
+        """The numbers of the rows, once `get` has returned."""
+        return self.numbers.index(cursor.index).load(layout)
+
+    @gluon.jit
+    def release(self, cursor):
+        """Say that this reader is done with the buffer."""
+        self.tiles.release(cursor)
+
+
+@gluon.jit
+def row_ring(desc, numbers_desc, size: gl.constexpr, readers: gl.constexpr):
+    """A ring of `size` buffers for the blocks of `desc` and as many numbers as they have rows."""
+    rows: gl.constexpr = numbers_desc.block_type.shape[0]
+    numbers = gl.allocate_shared_memory(gl.float32, [size, rows], numbers_desc.layout)
+    return RowRing(ring(desc, size, readers), numbers)
+
+
+@aggregate
+class Exchange:
+    """Buffers that compute groups fill, together or one of them, for groups to read.
+
+    Two buffers that all groups fill together need no word when they are read: who sees that the others have filled the
+    next one knows that they have read this one.
+    """
+
+    buffers: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    released: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, buffers, full, empty, released):
+        self.buffers = buffers
+        self.full = full
+        self.empty = empty
+        self.released = gl.constexpr(released)
+
+    @gluon.jit
+    def put(self, cursor, start: gl.constexpr, part):
+        """Write rows from `start` on, once every reader has released what was here before."""
+        if self.released:
+            mbarrier.wait(self.empty.index(cursor.index), cursor.parity ^ 1)
+        self.buffers.index(cursor.index).slice(start, part.shape[0], 0).store(part)
+        fence_async_shared()
+        mbarrier.arrive(self.full.index(cursor.index), count=1)
+
+    @gluon.jit
+    def get(self, cursor):
+        """The whole, once every writer has written its part."""
+        mbarrier.wait(self.full.index(cursor.index), cursor.parity)
+        return self.buffers.index(cursor.index)
+
+    @gluon.jit
+    def release(self, cursor):
+        """Say that this group has read it."""
+        if self.released:
+            mbarrier.arrive(self.empty.index(cursor.index), count=1)
+
+
+@gluon.jit
+def exchange(
+    dtype: gl.constexpr,
+    rows: gl.constexpr,
+    cols: gl.constexpr,
+    size: gl.constexpr,
+    writers: gl.constexpr,
+    readers: gl.constexpr,
+):
+    """`size` buffers of `[rows, cols]` that `writers` groups fill, each its part, and `readers` groups read."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, cols], dtype)
+    buffers = gl.allocate_shared_memory(dtype, [size, rows, cols], layout)
+    return Exchange(buffers, barriers(size, writers), barriers(size, readers), size == 1 or writers == 1)
 
 
 @aggregate

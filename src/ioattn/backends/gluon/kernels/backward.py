@@ -1,0 +1,111 @@
+"""The backward kernel for Hopper: one loader and two compute groups per block, on a persistent grid."""
+
+from ioattn.backends.gluon.kernels.backward_call import GROUP_KEYS, BackwardCall, Derivative, Target
+from ioattn.backends.gluon.kernels.differentiate import differentiate
+from ioattn.backends.gluon.kernels.differentiate_wide import differentiate_wide
+from ioattn.backends.gluon.kernels.key_tiles import KeySchedule, QueryBand, key_board
+from ioattn.backends.gluon.kernels.load_backward import load_backward
+from ioattn.backends.gluon.kernels.names import gl, gluon
+from ioattn.backends.gluon.kernels.pipeline import exchange, ring, row_ring
+
+
+@gluon.jit
+def differentiate_0(call):
+    """The first group."""
+    if call.config.wide:
+        differentiate_wide(call, 0)
+    else:
+        differentiate(call, 0)
+
+
+@gluon.jit
+def differentiate_1(call):
+    """The second group."""
+    if call.config.wide:
+        differentiate_wide(call, 1)
+    else:
+        differentiate(call, 1)
+
+
+@gluon.jit
+def backward(
+    q_desc,
+    k_desc,
+    v_desc,
+    dout_desc,
+    lse_desc,
+    delta_desc,
+    dq_desc,
+    dk_desc,
+    dv_desc,
+    dk,
+    dk_strides,
+    dv,
+    dv_strides,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    slopes,
+    counter,
+    sizes,
+    rows,
+    band,
+    scale,
+    softcap,
+    config: gl.constexpr,
+    step: gl.constexpr,
+    dstep: gl.constexpr,
+):
+    """The kernel: sets the stage, then the loader and the compute groups run side by side."""
+    GROUPS: gl.constexpr = 2
+    rings = (
+        ring(k_desc, 1, GROUPS),
+        ring(v_desc, 1, GROUPS),
+        row_ring(q_desc, lse_desc, config.stages, GROUPS),
+        row_ring(dout_desc, delta_desc, config.stages, GROUPS),
+    )
+    schedule = KeySchedule(counter, cu_seqlens_q, cu_seqlens_k, sizes, rows, config)
+    # dS; and the weights, and what they become by the slope of softcap, where one group makes them for both.
+    KEYS: gl.constexpr = config.keys
+    ROWS: gl.constexpr = config.rows
+    SIZE: gl.constexpr = config.exchanges
+    WRITERS: gl.constexpr = 1 if config.wide else GROUPS
+    if config.wide or config.sums_dq:
+        dscores = exchange(q_desc.dtype, KEYS, ROWS, SIZE, WRITERS, GROUPS)
+    else:
+        dscores = exchange(q_desc.dtype, 8, 64, 1, 1, 1)  # unused: an aggregate cannot hold nothing
+    weights = dscores
+    sloped = dscores
+    if config.wide:
+        weights = exchange(q_desc.dtype, KEYS, ROWS, SIZE, WRITERS, GROUPS)
+        if config.has_softcap:
+            sloped = exchange(q_desc.dtype, KEYS, ROWS, SIZE, WRITERS, 1)
+    # What is staged here is dQ, and at the end of a tile dK and dV.
+    if config.dq == "turns":
+        dq_tiles = gl.allocate_shared_memory(gl.float32, [GROUPS, config.rows, config.dim], dq_desc.layout)
+    elif config.dq == "halves":
+        dq_tiles = gl.allocate_shared_memory(gl.float32, [GROUPS, 64, 64], dq_desc.layout)
+    elif config.wide:
+        dq_tiles = rings[0].buffers
+    else:
+        dq_tiles = gl.allocate_shared_memory(q_desc.dtype, [GROUPS, 1, 1, GROUP_KEYS, config.dim], dk_desc.layout)
+    call = BackwardCall(
+        rings,
+        (dscores, weights, sloped),
+        key_board(GROUPS),
+        QueryBand(band, config),
+        Derivative(scale, softcap, slopes, step, dstep, config.has_softcap),
+        (Target(dk_desc, dk, dk_strides), Target(dv_desc, dv, dv_strides)),
+        dq_desc,
+        dq_tiles,
+        (schedule.group, schedule.head_rows),
+        config,
+    )
+    gl.warp_specialize(
+        [
+            (load_backward, (call, schedule, k_desc, v_desc, q_desc, dout_desc, lse_desc, delta_desc)),
+            (differentiate_0, (call,)),
+            (differentiate_1, (call,)),
+        ],
+        [4, 4],
+        [config.registers, config.registers],
+    )

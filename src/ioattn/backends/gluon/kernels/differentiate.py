@@ -1,0 +1,246 @@
+"""A compute group of the backward: one warp group that owns 64 keys of each tile.
+
+Scores are held as [K, Q], so that P^T and dS^T are left operands from registers in dV += P^T dO and dK += dS^T Q. For
+dQ = dS K the groups exchange dS through shared memory, and add the result to an FP32 buffer in global memory by the
+copy engine. Notation is that of `ioattn.backends.eager`.
+
+Products are issued so that the tensor cores have some to work on meanwhile: dP during the exponentials, dK during the
+store of dQ. A product whose left operand is in registers holds up the warp until it runs, so dV is issued only when
+there is nothing else to do but wait: before the exponentials of dS it cost 10% (H200, D 128).
+"""
+
+from ioattn.backends.gluon.kernels.backward_call import GROUP_KEYS
+from ioattn.backends.gluon.kernels.names import (
+    add_tile,
+    aggregate,
+    fence_async_shared,
+    gl,
+    gluon,
+    seen_as,
+    store_tile,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from ioattn.backends.gluon.kernels.pipeline import Cursor, start
+
+
+@aggregate
+class Sums:
+    """What a compute group carries from step to step: its sums, how many steps it has done, and its place in the rings.
+
+    The place of K and V drifts by zero: seen as constant, the descriptors of their parts are held in registers that are
+    needed otherwise.
+    """
+
+    dk: gl.tensor
+    dv: gl.tensor
+    steps: gl.tensor
+    place: Cursor
+    turn: Cursor
+    kv: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, dk, dv, steps, place, turn, kv):
+        self.dk = dk
+        self.dv = dv
+        self.steps = steps
+        self.place = place
+        self.turn = turn
+        self.kv = kv
+
+
+@gluon.jit
+def differentiate(call, GROUP: gl.constexpr):
+    """One compute group: 64 keys of each tile."""
+    post = start(2)
+    kv_place = start(1)
+    place = start(call.config.stages)
+    turn = start(call.config.exchanges)
+    tile = call.board.read(post)
+    while tile.alive != 0:
+        place, turn = walk(call, post, kv_place, place, turn, GROUP)
+        call.board.release(post)
+        post = post.next()
+        kv_place = kv_place.again()
+        tile = call.board.read(post)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def walk(call, post, kv_place, place, turn, GROUP: gl.constexpr):
+    """dK and dV of the group's keys: a walk over the queries that see the tile, of every head that shares it."""
+    config: gl.constexpr = call.config
+    ROWS: gl.constexpr = config.rows
+    KEYS: gl.constexpr = config.keys
+    DIM: gl.constexpr = config.dim
+    tile = call.board.read(post)
+    queries = call.band.queries(tile, KEYS, ROWS)
+    call.keys.get(kv_place)
+    call.values.get(kv_place)
+    drift = tile.alive - 1
+    zero = gl.zeros([GROUP_KEYS, DIM], gl.float32, call.layouts.acc)
+    sums = Sums(zero, zero, gl.to_tensor(0), place, turn, kv_place.index)
+    for member in range(call.group):
+        head = tile.head * call.group + member
+        row = tile.row + member * call.head_rows
+        if config.masks:
+            for n in range(queries.edges):
+                sums = step(call, tile, drift, row, queries.edge(n), head, sums, True, GROUP)
+        # A second loop where the walk starts in the middle: one index for both would cost registers.
+        for block in range(queries.start(), queries.whole_end):
+            sums = step(call, tile, drift, row, block, head, sums, False, GROUP)
+        if config.rotate:
+            for block in range(queries.whole, queries.start()):
+                sums = step(call, tile, drift, row, block, head, sums, False, GROUP)
+    call.keys.release(kv_place)
+    call.values.release(kv_place)
+    # Read again: what is not held on to need not be in registers all the way.
+    tile = call.board.read(post)
+    store_rows(call, tile, sums.dv, call.dv, GROUP)
+    store_rows(call, tile, sums.dk * call.scoring.scale, call.dk, GROUP)
+    return sums.place, sums.turn
+
+
+@gluon.jit
+def step(call, tile, drift, row, block, head, sums, MASKED: gl.constexpr, GROUP: gl.constexpr):
+    """One block of queries: what it adds to dK and dV, and what the keys add to its dQ."""
+    config: gl.constexpr = call.config
+    layouts: gl.constexpr = call.layouts
+    ROWS: gl.constexpr = config.rows
+    k_tile = call.keys.tile(start(1).at(sums.kv))
+    v_tile = call.values.tile(start(1).at(sums.kv))
+    dtype: gl.constexpr = k_tile.dtype
+    place = sums.place
+    zero = gl.zeros([GROUP_KEYS, ROWS], gl.float32, layouts.scores)
+    q_tile = call.queries.get(place)
+    k_rows = k_tile.slice(GROUP * GROUP_KEYS, GROUP_KEYS, 0)
+    raw = warpgroup_mma(k_rows, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    dout_tile = call.douts.get(place)
+    v_rows = v_tile.slice(GROUP * GROUP_KEYS, GROUP_KEYS, 0)
+    dweights = warpgroup_mma(v_rows, dout_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+    raw, lse = wait_and_read(call.queries, place, raw, 1, ROWS, layouts.col)
+    keys = tile.k_start + GROUP * GROUP_KEYS + gl.arange(0, GROUP_KEYS, layouts.row)[:, None]
+    rows = block * ROWS + gl.arange(0, ROWS, layouts.col)[None, :]
+    scores = call.scoring.shape(raw, tile, rows, keys, head)
+    weights = gl.exp2(scores * call.scoring.factor() - lse[None, :])
+    if MASKED:
+        weights = gl.where(sees(call, tile, block, gl.int32, GROUP), weights, 0.0)
+    dweights, delta = wait_and_read(call.douts, place, dweights, 0, ROWS, layouts.col)
+    dscores = weights * (dweights - delta[None, :])
+    if MASKED:
+        # Compared anew, and as another type: held on to, so many predicates are packed and unpacked, 300 instructions.
+        dscores = gl.where(sees(call, tile, block, gl.float32, GROUP), dscores, 0.0)
+    dscores = call.scoring.unshape(dscores, raw, tile, rows, keys, head).to(dtype)
+    dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), layouts.operand), dout_tile, sums.dv, is_async=True)
+    dk, dv = multiply_dscores(call, dscores, k_tile, q_tile, dv, row + block * ROWS, sums, GROUP)
+    call.queries.release(place)
+    return Sums(dk, dv, sums.steps + 1, place.next(), sums.turn.next(), sums.kv + drift)
+
+
+@gluon.jit
+def wait_and_read(ring, place, product, others: gl.constexpr, ROWS: gl.constexpr, layout: gl.constexpr):
+    """Wait for a product until only `others` are on their way; and the numbers of the rows.
+
+    They are read before, so that the wait hides how long that takes, unless so many do not fit in registers meanwhile.
+    """
+    if ROWS == 64:
+        numbers = ring.of_rows(place, layout)
+        product = warpgroup_mma_wait(others, deps=[product])
+    else:
+        product = warpgroup_mma_wait(others, deps=[product])
+        numbers = ring.of_rows(place, layout)
+    return product, numbers
+
+
+@gluon.jit
+def multiply_dscores(call, dscores, k_tile, q_tile, dv, row, sums, GROUP: gl.constexpr):
+    """dK, and the group's part of dQ, which it adds to the buffer; dV is on its way. Returns dK and dV, complete."""
+    config: gl.constexpr = call.config
+    operand = gl.convert_layout(dscores, call.layouts.operand)
+    if config.sums_dq:
+        call.dscores.put(sums.turn, GROUP * GROUP_KEYS, dscores)
+    if config.dq == "halves":
+        dq = multiply_keys(call, call.dscores.get(sums.turn), k_tile, GROUP)
+        dk = warpgroup_mma(operand, q_tile, sums.dk, is_async=True)
+        dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])
+        call.dscores.release(sums.turn)
+        add_dq(call, dq, row, GROUP)
+    else:
+        dk = warpgroup_mma(operand, q_tile, sums.dk, is_async=True)
+        dv = warpgroup_mma_wait(1, deps=[dv])
+        if config.dq == "turns":
+            if (sums.steps & 1) == GROUP:
+                dq = multiply_keys(call, call.dscores.get(sums.turn), k_tile, GROUP)
+                add_dq(call, warpgroup_mma_wait(0, deps=[dq]), row, GROUP)
+            call.dscores.release(sums.turn)
+    dk = warpgroup_mma_wait(0, deps=[dk])
+    return dk, dv
+
+
+@gluon.jit
+def sees(call, tile, block, number: gl.constexpr, GROUP: gl.constexpr):
+    """Whether each of the group's keys is seen by each query of the block."""
+    ROWS: gl.constexpr = call.config.rows
+    layouts: gl.constexpr = call.layouts
+    # A thread holds columns 8 a + 2 lane + b. Counting from its lane makes a and b constants of each instruction.
+    cols = gl.arange(0, ROWS, layouts.col)[None, :]
+    origin = block * ROWS + (cols & 6)
+    keys = tile.k_start + GROUP * GROUP_KEYS + gl.arange(0, GROUP_KEYS, layouts.row)[:, None]
+    return call.band.keeps(tile, keys - origin, cols & ~6, origin, number)
+
+
+@gluon.jit
+def multiply_keys(call, shared, k_tile, GROUP: gl.constexpr):
+    """Start the group's part of dQ = dS K: all of it, or half of its columns, or half of 128 rows."""
+    DIM: gl.constexpr = call.config.dim
+    ROWS: gl.constexpr = call.config.rows
+    if call.config.dq == "turns":
+        zero = gl.zeros([ROWS, DIM], gl.float32, call.layouts.dq)
+        left = shared.permute((1, 0))
+        right = k_tile
+    elif ROWS == 64:
+        zero = gl.zeros([64, 64], gl.float32, call.layouts.dq)
+        left = shared.permute((1, 0))
+        right = k_tile.slice(GROUP * (DIM // 2), DIM // 2, 1)
+    else:
+        zero = gl.zeros([64, 64], gl.float32, call.layouts.dq)
+        left = shared.slice(GROUP * 64, 64, 1).permute((1, 0))
+        right = k_tile
+    return warpgroup_mma(left, right, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def add_dq(call, dq, row, GROUP: gl.constexpr):
+    """Add the group's part of a tile to the FP32 buffer of dQ."""
+    tile = call.dq_tiles.index(GROUP)
+    tma.store_wait(0)
+    tile.store(dq)
+    fence_async_shared()
+    if call.config.dq == "turns":
+        add_tile(call.dq_desc, [row, 0], tile)
+    elif call.config.rows == 64:
+        add_tile(call.dq_desc, [row, GROUP * 64], tile)
+    else:
+        add_tile(call.dq_desc, [row + GROUP * 64, 0], tile)
+
+
+@gluon.jit
+def store_rows(call, tile, result, target, GROUP: gl.constexpr):
+    """Store the group's 64 rows of dK or dV through its part of the buffer of dQ."""
+    DIM: gl.constexpr = call.config.dim
+    buffer = call.dq_tiles.index(GROUP)
+    row = tile.k_start + GROUP * GROUP_KEYS
+    tma.store_wait(0)
+    staged = seen_as(buffer, target.desc.dtype, [1, 1, GROUP_KEYS, DIM], target.desc.layout)
+    rows = staged.reshape([GROUP_KEYS, DIM])
+    rows.store(result.to(target.desc.dtype))
+    if call.config.sequences > 0:
+        if row + GROUP_KEYS <= tile.len_k:
+            fence_async_shared()
+            store_tile(target.desc, [tile.batch, tile.head, tile.k_offset + row, 0], staged)
+        else:
+            target.store(tile, row, 0, rows.load(call.layouts.copy))
+    else:
+        fence_async_shared()
+        store_tile(target.desc, [tile.batch, tile.head, row, 0], staged)

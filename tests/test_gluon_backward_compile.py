@@ -1,0 +1,136 @@
+"""The kernels of the Hopper backward compile without a GPU, and the machine code is what the configurations ask for."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ioattn.backends.gluon import backward_config as table
+from ioattn.backends.gluon.config import SHARED_BYTES
+from ioattn.problem import Problem
+
+pytest.importorskip("triton", minversion="3.6", reason="Triton is not installed")
+
+from test_gluon_compile import FEATURES, Machine, disassembled, problem
+
+from ioattn.backends.gluon import backward_launch as launch
+from ioattn.backends.gluon.repair_launch import compile_repair
+
+DIMS = [64, 128, 256]
+DETERMINISTIC = {"deterministic": True}
+
+
+def per_head(wanted: Problem) -> str | None:
+    return "fp32" if wanted.alibi else None
+
+
+def common_kernel(wanted: Problem) -> tuple[table.BackwardConfig, Any]:
+    config = table.choose(wanted)
+    return config, launch.compile_backward(config, wanted.dtype, launch.steps_of(wanted), per_head(wanted))
+
+
+def query_kernel(wanted: Problem) -> tuple[table.QueryConfig, Any]:
+    config = table.choose_query(wanted)
+    return config, launch.compile_query(config, wanted.dtype, launch.steps_of(wanted), per_head(wanted))
+
+
+def products_of(config: table.BackwardConfig) -> int:
+    """Matrix instructions of a step of one group: each takes 64 rows and 16 columns of the left operand."""
+    scores = config.dim // 16
+    if config.wide:
+        return scores + 2 * config.rows // 16
+    dq = {"none": 0, "halves": config.keys // 16, "turns": config.rows // 64 * config.keys // 16}[config.dq]
+    return 2 * scores + 2 * config.rows // 16 + dq
+
+
+def multiplying_loops(code: Machine) -> list[tuple[str, ...]]:
+    return [body for body in code.loops() if any("HGMMA" in line for line in body)]
+
+
+def stores_spilled(body: tuple[str, ...]) -> list[str]:
+    return [line for line in body if re.search(r"\bSTL\b", line)]
+
+
+def has_mask(body: tuple[str, ...]) -> bool:
+    return sum("FSEL" in line for line in body) > 8
+
+
+@pytest.mark.parametrize("extra", [{}, DETERMINISTIC], ids=["default", "deterministic"])
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("dim", DIMS)
+def test_machine_code(dim: int, feature: str, extra: dict[str, Any], tmp_path: Path) -> None:
+    config, kernel = common_kernel(problem(dim, dim, **FEATURES[feature], **extra))
+    assert kernel.metadata.shared <= SHARED_BYTES
+    assert len(re.findall(rf"setmaxnreg.inc.sync.aligned.u32\s+{config.registers};", kernel.asm["ptx"])) == 2
+    code = disassembled(kernel, tmp_path)
+    assert code.count("UTMALDG") >= 6, "K, V, Q, dO, LSE and delta are not all loaded by the copy engine"
+    assert code.count("UTMASTG") >= 4
+    assert bool(code.count("UTMAREDG")) == config.sums_dq
+    loops = multiplying_loops(code)
+    assert len(loops) >= 2
+    for body in loops:
+        products = sum("HGMMA" in line for line in body)
+        assert products == products_of(config)
+        assert sum("WARPGROUP.DEPBAR" in line for line in body) <= 5, "the products are not asynchronous"
+    assert not any("HMMA." in line.replace("HGMMA", "") for line in code.lines)
+
+
+@pytest.mark.parametrize("feature", ["full", "full-odd", "causal", "top-left", "window", "left", "short"])
+@pytest.mark.parametrize("dim", DIMS)
+def test_the_loops_over_whole_blocks_spill_nothing(dim: int, feature: str, tmp_path: Path) -> None:
+    """A value that never changes may wait in memory, which costs a load; nothing may be written there."""
+    _, kernel = common_kernel(problem(dim, dim, **FEATURES[feature]))
+    whole = [body for body in multiplying_loops(disassembled(kernel, tmp_path)) if not has_mask(body)]
+    assert whole
+    for body in whole:
+        assert not stores_spilled(body)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("dim", DIMS)
+def test_machine_code_of_queries_alone(dim: int, feature: str, tmp_path: Path) -> None:
+    config, kernel = query_kernel(problem(dim, dim, **FEATURES[feature]))
+    assert kernel.metadata.shared <= SHARED_BYTES
+    code = disassembled(kernel, tmp_path)
+    assert not code.count("UTMAREDG")
+    loops = multiplying_loops(code)
+    assert len(loops) >= config.groups
+    for body in loops:
+        assert sum("HGMMA" in line for line in body) == 2 * config.dim // 16 + config.keys // 16
+        assert sum("WARPGROUP.DEPBAR" in line for line in body) == 3, "the products are not asynchronous"
+        if dim < 256 and feature in ("full", "causal", "window"):
+            assert not stores_spilled(body)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("dim", DIMS)
+def test_the_passes_around_compile_and_copy_by_16_bytes(dim: int, feature: str) -> None:
+    wanted = problem(dim, dim, **FEATURES[feature])
+    config = table.choose(wanted)
+    before = launch.compile_prepare(config, wanted.dtype, "fp32", "fp32" if wanted.sinks else None)
+    kernels = [before, *([launch.compile_convert(config, wanted.dtype)] if config.sums_dq else [])]
+    for kernel in kernels:
+        assert not re.search(r"(ld|st)\.global\.b16\b", kernel.asm["ptx"])
+    if config.cleans:
+        assert len(compile_repair(config, wanted.dtype, wanted.terms, per_head(wanted))) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize(("dim", "dim_v"), [(192, 128), (64, 256), (40, 72), (256, 64)])
+def test_other_dimensions_compile(dim: int, dim_v: int, dtype: torch.dtype) -> None:
+    wanted = problem(dim, dim_v, dtype, **FEATURES["causal"])
+    config, kernel = common_kernel(wanted)
+    assert config.dim >= max(dim, dim_v)
+    assert kernel.metadata.shared <= SHARED_BYTES
+    assert query_kernel(wanted)[1].metadata.shared <= SHARED_BYTES
+
+
+@pytest.mark.parametrize("length", [128, 1000, 8192, 131072])
+@pytest.mark.parametrize("heads", [1, 7, 16, 40])
+def test_sections_cover_all_heads(heads: int, length: int) -> None:
+    sizes = {"batch": 1, "heads": heads, "kv_heads": heads, "len_q": length, "len_k": length}
+    assert 1 <= table.section(problem(128, 128, **sizes)) <= heads
