@@ -46,11 +46,11 @@ class Tensors(NamedTuple):
     def of(cls, q: Tensor, k: Tensor, v: Tensor, **extras: Tensor | None) -> Tensors:
         """The inputs with bias and mask seen as 4-D; raises TypeError for what is no tensor."""
         for name, x in (("q", q), ("k", k), ("v", v)):
-            _check_tensor(name, x, "a torch.Tensor")
+            check_tensor(name, x, "a torch.Tensor")
         for name, extra in extras.items():
             if extra is None:
                 continue
-            _check_tensor(name, extra, "a torch.Tensor or None")
+            check_tensor(name, extra, "a torch.Tensor or None")
             if name in ("bias", "mask"):
                 if not 1 <= extra.dim() <= 4:
                     raise ValueError(f"{name} has {extra.dim()} dimensions; it must broadcast to (B, H, Nq, Nk)")
@@ -143,13 +143,30 @@ def _usual_options(causal: bool | Align, scale: float | None, softcap: float | N
 
 
 @dataclass(frozen=True)
+class Cache:
+    """How a decoding problem's keys lie: a cache that holds a length of its own for each sequence.
+
+    `page` is None for one stretch of memory per sequence, else the keys of a page; `appended` keys lie behind the given
+    lengths. `splits` is how many pieces the keys of a sequence are cut into, 0 for a backend's own choice. `tree` is
+    the number of ancestor matrices, 1 or the batch size, or None. `checked`: lengths and pages are checked on the host.
+    """
+
+    page: int | None = None
+    appended: int = 0
+    splits: int = 0
+    tree: int | None = None
+    checked: bool = False
+
+
+@dataclass(frozen=True)
 class Problem:
     """Everything about a call but the numbers in its tensors: what a backend chooses, tunes and compiles for.
 
     `str(problem)` is one line. `band` is in the frame of `align`; `band_of` gives the band of one sequence. For packed
     inputs `batch` counts sequences and `len_q`, `len_k` are the longest lengths. `bias` and `mask` hold the sizes of
     the first three dimensions, 1 where broadcast. `alignment` is the largest power of two, up to 16 bytes, that divides
-    the start and every row of q, k and v; 0 where the last dimension is strided.
+    the start and every row of q, k and v; 0 where the last dimension is strided. With a `cache`, `len_k` is the longest
+    sequence that fits.
     """
 
     batch: int
@@ -172,6 +189,7 @@ class Problem:
     packed: bool = False
     deterministic: bool = False
     alignment: int = 16
+    cache: Cache | None = None
 
     @classmethod
     def of(cls, tensors: Tensors, options: Options) -> Problem:
@@ -201,7 +219,7 @@ class Problem:
             sinks=tensors.sinks is not None,
             packed=packed,
             deterministic=options.deterministic,
-            alignment=_alignment(q, k, v),
+            alignment=row_alignment(q, k, v),
         )
 
     @cached_property
@@ -247,6 +265,11 @@ class Problem:
                 yield f"{name}({','.join(map(str, sizes))},Nk)"
         flags = (("alibi", self.alibi), ("sinks", self.sinks), ("deterministic", self.deterministic))
         yield from (name for name, on in flags if on)
+        if self.cache is not None:
+            yield "cache" if self.cache.page is None else f"cache(page {self.cache.page})"
+            yield from (f"{name}={x}" for name, x in vars(self.cache).items() if x and name in ("splits", "appended"))
+            if self.cache.tree is not None:
+                yield "tree"
 
 
 def check(tensors: Tensors) -> None:
@@ -265,7 +288,7 @@ def check(tensors: Tensors) -> None:
     elif k.shape[0] != q.shape[0]:
         raise ValueError(f"k has batch size {k.shape[0]}; it must have q's, {q.shape[0]}")
     for name, value in (("alibi_slopes", tensors.alibi_slopes), ("sinks", tensors.sinks)):
-        _check_per_head(name, value, q)
+        check_per_head(name, value, q)
     _check_per_score("bias", tensors.bias, tensors, (q.dtype, torch.float32))
     _check_per_score("mask", tensors.mask, tensors, (torch.bool,))
 
@@ -303,7 +326,8 @@ def _longest(given: int | None, offsets: Tensor) -> int:
     return int(offsets.diff().max()) if offsets.shape[0] > 1 else 0
 
 
-def _check_tensor(name: str, value: Any, kind: str) -> None:
+def check_tensor(name: str, value: Any, kind: str) -> None:
+    """Raise TypeError unless `value` is a strided tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}; it must be {kind}")
     if value.layout is not torch.strided or value.is_nested:
@@ -349,7 +373,8 @@ def _check_offsets_form(tensors: Tensors) -> None:
         )
 
 
-def _check_per_head(name: str, value: Tensor | None, q: Tensor) -> None:
+def check_per_head(name: str, value: Tensor | None, q: Tensor) -> None:
+    """Raise unless `value` is None or one number per head of q, on its device."""
     if value is None:
         return
     if not value.is_floating_point():
@@ -403,7 +428,8 @@ def _broadcast_sizes(value: Tensor | None) -> tuple[int, int, int] | None:
     return None if value is None else (value.shape[0], value.shape[1], value.shape[2])
 
 
-def _alignment(q: Tensor, k: Tensor, v: Tensor) -> int:
+def row_alignment(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """The largest power of two, up to 16 bytes, that divides the start and every row; 0 if columns are strided."""
     bits = 16
     for x in (q, k, v):
         if x.stride(-1) != 1 and x.shape[-1] != 1:
