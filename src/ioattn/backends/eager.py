@@ -105,7 +105,9 @@ def decode(problem: Problem, tensors: CacheTensors, out: Tensor, lse: Tensor) ->
             out_rows[..., rows, :] = merged
 
 
-append = caches.append
+def append(problem: Problem, tensors: CacheTensors, k_new: Tensor, v_new: Tensor) -> None:
+    """Write new rows behind the lengths of the cache, in place."""
+    caches.append(tensors, k_new, v_new)
 
 
 def _merged(scores_of: _Scores, v: Tensor, rows: slice, splits: int) -> tuple[Tensor, Tensor]:

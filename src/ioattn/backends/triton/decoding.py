@@ -1,0 +1,173 @@
+"""The host side of decoding: from a problem and its cache to launches of the kernels.
+
+As in `launch`, what follows from shapes and strides alone is prepared once. Nothing here looks at lengths or pages: the
+device reads them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ioattn.backends.triton import splits
+from ioattn.backends.triton.arguments import (
+    Box,
+    CacheForm,
+    CacheInputs,
+    CacheNumbers,
+    Matrix,
+    Rows,
+    encoded,
+    is_wide,
+    padded,
+)
+from ioattn.backends.triton.config import Gpu, Tiles
+from ioattn.backends.triton.kernels.decode import append_kernel, combine_kernel, decode_kernel
+from ioattn.backends.triton.launch import (
+    INTERPRETED,
+    Prepared,
+    constant_box,
+    formula_of,
+    gpu_of,
+    launching_on,
+    layout_of,
+    limits_of,
+    remember,
+)
+from ioattn.caches import CacheTensors
+from ioattn.problem import Problem
+
+COMBINE_COLUMNS = 64
+COMBINE_PIECES = 64
+"""The tile of partial results that a program holds: 16 KiB, 32 registers of each thread of 4 warps."""
+
+
+class Early(Prepared):
+    """A kernel that is set up while the one before it runs; it waits itself for that one's results."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """As every kernel's, and the permission to start early."""
+        return {**super().options, "launch_pdl": True}
+
+
+def decode(problem: Problem, tensors: CacheTensors, out: Tensor, lse: Tensor) -> None:
+    """Write attention over the cache to `out` and its log-sum-exp to `lse`."""
+    gpu = gpu_of(problem.device)
+    key = ("decode", id(problem), *map(layout_of, (*tensors, out, lse)))
+    number, main, combine = remember(key, problem, lambda: prepare_decode(problem, tensors, out, gpu))
+    with launching_on(problem.device):
+        inputs = inputs_of(problem, tensors)
+        results = (Matrix.of(out), Rows.of(lse, False))
+        if combine is None:
+            main((inputs, *results))
+            return
+        rows = lse.numel()
+        partial = torch.empty(rows * number * problem.dim_v, dtype=torch.float32, device=problem.device)
+        partial_lse = torch.empty(rows * number, dtype=torch.float32, device=problem.device)
+        main((inputs, partial, partial_lse))
+        combine((partial, partial_lse, *results, inputs.sinks))
+
+
+def append(problem: Problem, tensors: CacheTensors, k_new: Tensor, v_new: Tensor) -> None:
+    """Write new rows behind the lengths of the cache, in place; a place that does not exist is not written."""
+    key = ("append", id(problem), *map(layout_of, (*tensors, k_new, v_new)))
+    prepared = remember(key, problem, lambda: prepare_append(problem, tensors, k_new, v_new))
+    with launching_on(problem.device):
+        prepared((inputs_of(problem, tensors), Matrix.of(k_new), Matrix.of(v_new)))
+
+
+def prepare_decode(
+    problem: Problem, tensors: CacheTensors, out: Tensor, gpu: Gpu | None
+) -> tuple[int, Prepared, Prepared | None]:
+    """The number of pieces, the kernel that attends to one, and where there are several the one that combines them."""
+    tiles = splits.choose(problem, gpu)
+    number = splits.pieces(problem, tiles, gpu)
+    return number, *prepare_pieces(problem, tensors, out, gpu, tiles, number)
+
+
+def prepare_pieces(
+    problem: Problem, tensors: CacheTensors, out: Tensor, gpu: Gpu | None, tiles: Tiles, number: int
+) -> tuple[Prepared, Prepared | None]:
+    """Both kernels for tiles and a number of pieces."""
+    split = number > 1
+    early = split and gpu is not None and gpu.capability >= (9, 0)
+    form = _form(problem, tensors, tiles, split, early)
+    row_tiles = splits.count(problem.group * problem.len_q, tiles.q_tile)
+    numbers = _numbers(problem, tensors, number, row_tiles)
+    step = formula_of(problem.terms).step
+    programs = problem.batch * problem.kv_heads * row_tiles * number
+    main = Prepared(decode_kernel, programs, (numbers, form, step), tiles)
+    if not split:
+        return main, None
+    columns = min(COMBINE_COLUMNS, padded(problem.dim_v))
+    at_once = min(COMBINE_PIECES, 1 << (number - 1).bit_length())
+    form = form._replace(V=constant_box(Box(at_once, problem.dim_v, columns, False)))
+    column_tiles = splits.count(problem.dim_v, columns)
+    kind = Early if early else Prepared
+    rows = problem.batch * problem.heads * problem.len_q
+    numbers = numbers._replace(tiles=encoded(column_tiles))
+    return main, kind(combine_kernel, rows * column_tiles, (numbers, form), Tiles(16, 16, 4, 1))
+
+
+def prepare_append(problem: Problem, tensors: CacheTensors, k_new: Tensor, v_new: Tensor) -> Prepared:
+    """The kernel that copies new rows to their places."""
+    rows = k_new.shape[2]
+    numbers = _numbers(problem, tensors, 1, 1)
+    form = _form(problem, tensors, Tiles(16, 16, 1, 1), False, False)
+    return Prepared(append_kernel, problem.batch * problem.kv_heads * rows, (numbers, form), Tiles(16, 16, 1, 1))
+
+
+def inputs_of(problem: Problem, tensors: CacheTensors) -> CacheInputs:
+    """The arguments of the kernels that hold the call's tensors."""
+    tree = tensors.tree_mask
+    lo, hi = limits_of(problem)
+    softcap = None if problem.softcap is None else float(problem.softcap)
+    return CacheInputs(
+        q=Matrix.of(tensors.q),
+        k=Matrix.of(tensors.k_cache),
+        v=Matrix.of(tensors.v_cache),
+        lengths=tensors.cache_seqlens.contiguous(),
+        table=None if tensors.block_table is None else tensors.block_table.contiguous(),
+        tree=None if tree is None else Matrix.of(tree[:, None]),
+        slopes=None if tensors.alibi_slopes is None else tensors.alibi_slopes.contiguous(),
+        sinks=None if tensors.sinks is None else tensors.sinks.contiguous(),
+        lo=lo,
+        hi=hi,
+        softcap=softcap,
+    )
+
+
+def _numbers(problem: Problem, tensors: CacheTensors, number: int, tiles: int) -> CacheNumbers:
+    assert problem.cache is not None
+    return CacheNumbers(
+        kv_heads=encoded(problem.kv_heads),
+        len_q=encoded(problem.len_q),
+        capacity=encoded(problem.len_k),
+        pages=encoded(tensors.k_cache.shape[0]),
+        columns=encoded(0 if tensors.block_table is None else tensors.block_table.shape[1]),
+        appended=encoded(problem.cache.appended),
+        pieces=encoded(number),
+        tiles=encoded(tiles),
+        scale=problem.scale,
+    )
+
+
+def _form(problem: Problem, tensors: CacheTensors, tiles: Tiles, split: bool, early: bool) -> CacheForm:
+    assert problem.cache is not None
+    wide = is_wide(Matrix.of(tensors.k_cache), Matrix.of(tensors.v_cache))
+    d, dv = (problem.dim, padded(problem.dim), wide), (problem.dim_v, padded(problem.dim_v), wide)
+    return CacheForm(
+        Q=constant_box(Box(tiles.q_tile, *d)),
+        K=constant_box(Box(tiles.k_tile, *d)),
+        V=constant_box(Box(tiles.k_tile, *dv)),
+        GROUP=problem.group,
+        PAGE=problem.cache.page or 0,
+        SPLIT=split,
+        LATE=not problem.terms and not problem.sinks and problem.scale > 0,
+        EARLY=early,
+        PRECISION=tiles.precision,
+        UPCAST=INTERPRETED and problem.dtype == torch.bfloat16,
+    )
