@@ -79,7 +79,7 @@ def decode_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.conste
         page = page_at(k_start + form.K.ROWS, piece, inputs, numbers, form)
     edges_before = (walk.full_start - walk.start) // form.K.ROWS
     edges = edges_before + (walk.end - walk.full_end + form.K.ROWS - 1) // form.K.ROWS
-    for edge in range(edges):
+    for edge in tl.range(edges, num_stages=1):
         k_start = tl.where(
             edge < edges_before, walk.start + edge * form.K.ROWS, walk.full_end + (edge - edges_before) * form.K.ROWS
         )
