@@ -175,8 +175,8 @@ class CacheInputs(NamedTuple):
 class CacheNumbers(NamedTuple):
     """What a decoding kernel is told at run time: a new value compiles nothing, as integers are `encoded`.
 
-    `columns` is the width of the block table; `tiles` is how many tiles of rows a head has, or, where pieces are joined,
-    how many tiles of columns a row of the output has.
+    `columns` is the width of the block table; `tiles` is how many tiles of rows a head has, or, in the kernel that
+    combines pieces, how many tiles of columns a row of the output has.
     """
 
     kv_heads: Scalar
