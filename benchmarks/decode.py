@@ -31,8 +31,8 @@ import ioattn
 from ioattn import caches
 from ioattn.backends.triton import decoding, splits
 from ioattn.backends.triton.arguments import Matrix, Rows
-from ioattn.backends.triton.config import Tiles
 from ioattn.backends.triton.launch import gpu_of
+from ioattn.backends.triton.splits import CacheTiles
 from ioattn.caches import CacheTensors, DecodeOptions
 
 ROTATION_BYTES = 256 * 2**20
@@ -99,14 +99,21 @@ TUNED = (
 
 TILES = {
     "bf16": (
-        Tiles(16, 64, 4, 3), Tiles(16, 64, 4, 4), Tiles(16, 32, 4, 4), Tiles(16, 32, 4, 6), Tiles(16, 128, 8, 3),
-        Tiles(16, 64, 8, 4), Tiles(16, 128, 4, 2), Tiles(16, 64, 2, 3),
+        CacheTiles(16, 64, 4, 3), CacheTiles(16, 64, 4, 4), CacheTiles(16, 32, 4, 4), CacheTiles(16, 32, 4, 6),
+        CacheTiles(16, 128, 8, 3), CacheTiles(16, 64, 2, 3),
+        CacheTiles(16, 64, 4, 3, turned=True), CacheTiles(16, 64, 4, 2, turned=True),
+        CacheTiles(16, 128, 8, 3, turned=True), CacheTiles(16, 128, 4, 2, turned=True),
     ),
     "fp32": (
-        Tiles(16, 32, 4, 3, "tf32x3"), Tiles(16, 32, 4, 4, "tf32x3"), Tiles(16, 16, 4, 4, "tf32x3"),
-        Tiles(16, 64, 8, 3, "tf32x3"), Tiles(16, 32, 4, 3, "bf16x6"), Tiles(16, 32, 8, 4, "tf32x3"),
+        CacheTiles(16, 32, 4, 3, "tf32x3"), CacheTiles(16, 32, 4, 4, "tf32x3"), CacheTiles(16, 16, 4, 4, "tf32x3"),
+        CacheTiles(16, 64, 8, 3, "tf32x3"), CacheTiles(16, 32, 4, 3, "bf16x6"),
     ),
 }  # fmt: skip
+"""How else the kernel may be cut, for `--tiles`."""
+
+
+NAMES = ("ioattn:triton", "cudnn", "fa2", "fa3")
+"""Whose calls are also timed from Python."""
 
 
 class Workload(NamedTuple):
@@ -170,7 +177,7 @@ def ours(tensors: CacheTensors) -> Tensor:
     return out
 
 
-def candidate(case: Case, example: CacheTensors, tiles: Tiles, number: int, early: bool = True) -> Call:
+def candidate(case: Case, example: CacheTensors, tiles: CacheTiles, number: int, early: bool = True) -> Call:
     """The kernels with these tiles and this number of pieces."""
     problem = caches.describe(example, DecodeOptions(hi=0))
     tiles = tiles._replace(q_tile=splits.choose(problem, gpu_of(example.q.device)).q_tile)
@@ -203,15 +210,14 @@ def candidates(case: Case, example: CacheTensors) -> Iterator[tuple[str, Call]]:
     for tiles in TILES["fp32" if case.dtype == "fp32" else "bf16"]:
         named = tiles._replace(q_tile=chosen.q_tile)
         number = splits.pieces(problem, named, gpu)
-        yield (
-            f"{named.k_tile}-{named.num_warps}-{named.num_stages}-{named.precision} /{number}",
-            candidate(case, example, named, number),
-        )
+        turned = " turned" if named.turned else ""
+        name = f"{named.k_tile} keys {named.num_warps} warps {named.num_stages} stages {named.precision}{turned}"
+        yield f"{name} /{number}", candidate(case, example, named, number)
     best = splits.pieces(problem, chosen, gpu)
-    for number in sorted({1, max(1, best // 2), best * 2, best * 3, best + 1}):
+    for number in sorted({1, max(1, best // 2), best * 3 // 2, best * 2, best * 3} - {best}):
         yield f"chosen tiles /{number}", candidate(case, example, chosen, number)
     if best > 1:
-        yield f"chosen, combined late /{best}", candidate(case, example, chosen, best, early=False)
+        yield f"chosen tiles, combined late /{best}", candidate(case, example, chosen, best, early=False)
 
 
 def peers(case: Case) -> Iterator[tuple[str, Call]]:
@@ -301,7 +307,11 @@ def copy_rate(milliseconds: float) -> float:
     """TB/s, read and written, of copying 1 GiB."""
     source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    return 2 * 2**30 / _time(lambda: target.copy_(source) and None, 1, milliseconds)[0] / 1e6
+
+    def copy() -> None:
+        target.copy_(source)
+
+    return 2 * 2**30 / _time(copy, 1, milliseconds)[0] / 1e6
 
 
 @lru_cache
@@ -316,7 +326,7 @@ def report(case: Case, name: str, timing: tuple[float, float], error: float, row
     us, spread = timing
     rate = case.bytes / us / 1e6
     sys.stdout.write(
-        f"{case!s:<48} {name:<28} {us:9.1f} us  {rate:6.3f} TB/s  spread {spread:.3f}  error {error:.1e}\n"
+        f"{case!s:<42} {name:<38} {us:9.1f} us  {rate:6.3f} TB/s  spread {spread:.3f}  error {error:.1e}\n"
     )
     sys.stdout.flush()
     rows.append(
@@ -339,10 +349,10 @@ def measure(case: Case, options: argparse.Namespace, rows: list[list[str]]) -> N
         try:
             error = check(work, call)
             report(case, name, in_graph(work, call, options.milliseconds), error, rows)
-            if case.batch == 1 and case.n_q == 1 and not name.startswith(("chosen", "1", "3", "6")):
+            if case in (SHORT, SHORTEST) and name in NAMES:
                 report(case, f"{name}+host", from_python(work, call, options.milliseconds), error, rows)
         except Exception as fault:
-            sys.stdout.write(f"{case!s:<48} {name:<28} {type(fault).__name__}: {str(fault).splitlines()[0][:90]}\n")
+            sys.stdout.write(f"{case!s:<42} {name:<38} {type(fault).__name__}: {str(fault).splitlines()[0][:90]}\n")
     del work
     torch.cuda.empty_cache()
 
@@ -363,7 +373,7 @@ def compile_share(share: str, cases: list[Case], tiles: bool) -> None:
             sys.stdout.write(f"{type(fault).__name__}: {str(fault)[:200]}\n")
 
 
-def _forms(case: Case, example: CacheTensors) -> Iterator[tuple[Tiles, int]]:
+def _forms(case: Case, example: CacheTensors) -> Iterator[tuple[CacheTiles, int]]:
     chosen = splits.choose(caches.describe(example, DecodeOptions(hi=0)), gpu_of(example.q.device))
     for tiles in (chosen, *TILES["fp32" if case.dtype == "fp32" else "bf16"]):
         for number in (1, 2, 40):

@@ -249,7 +249,7 @@ def plan_decode(problem: Problem, lse: tuple[int, ...], bias: torch.dtype | None
         tree = cache.tree is not None
         recipe = recipe._replace(paged=cache.page is not None, tree=tree, mask=tree)
     values = _common_values(problem, target, recipe)
-    dim, dim_v, keys = values["dim_padded"], values["dim_v_padded"], FORWARD_KEYS
+    dim, dim_v, keys = values["dim_padded"], values["dim_v_padded"], 512
     rows = problem.group * problem.len_q
     offsets, scratch = _regions(
         {

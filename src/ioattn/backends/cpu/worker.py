@@ -81,17 +81,20 @@ class Worker:
             self.module, self.target, name, tile, layout, start=start, paired=self.recipe.paired, guard=guard
         )
 
-    def row_product(self, name: str, weights_row: int | None = None, guard: str = "", lanes: str = "fp32") -> Function:
-        """acc[row] += weights[row][depth] rows[depth]: lanes are columns of the head dimension, of type `lanes`."""
+    def row_product(
+        self, name: str, weights_row: int | None = None, guard: str = "", lanes: str = "fp32", ahead: bool = False
+    ) -> Function:
+        """acc[row] += weights[row][depth] rows[depth]: lanes are columns of the head dimension, of type `lanes`.
+
+        With `ahead` they ask for what lies so many bytes behind the rows that they read.
+        """
         module, target, paired = self.module, self.target, self.recipe.paired
-        f = module.function(
-            name,
-            (
-                "ptr weights, i64 weights_row, ptr rows, i64 row, ptr acc, i64 acc_row, i64 count, i64 depth, "
-                "i64 vectors"
-            ),
+        arguments = (
+            "ptr weights, i64 weights_row, ptr rows, i64 row, ptr acc, i64 acc_row, i64 count, i64 depth, i64 vectors"
         )
-        a, layout, size = f.args, Layout(a_row=weights_row, a_step=4, lanes=lanes), 4 * target.lanes
+        f = module.function(name, arguments + (", i64 ahead" if ahead else ""))
+        a, size = f.args, 4 * target.lanes
+        layout = Layout(a_row=weights_row, a_step=4, lanes=lanes, ahead=ahead)
         step = SIZES[lanes] * target.lanes
         first: Value | int = 0
         for vectors in sorted({widest(target), 2, 1}, reverse=True):
@@ -101,7 +104,7 @@ class Worker:
             with f.loop(first, end, vectors) as at:
                 f.call(
                     one, a.weights, a.weights_row, 0, a.rows + at * step, a.row, a.acc + at * size, a.acc_row, a.count,
-                    a.depth, a.acc,
+                    a.depth, a.acc, *((a.ahead,) if ahead else ()),
                 )  # fmt: skip
             first = end
         return f

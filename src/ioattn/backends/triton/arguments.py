@@ -170,6 +170,9 @@ class CacheInputs(NamedTuple):
     lo: Scalar
     hi: Scalar
     softcap: Scalar
+    end: None = None
+    """Always absent. Triton 3.6 loses a constant in an inner tuple, as a stride of 1 is one, when the outer tuple is
+    carried into a loop, unless a later field of the outer one is a constant, too."""
 
 
 class CacheNumbers(NamedTuple):
@@ -196,11 +199,18 @@ class CacheForm(NamedTuple):
     Q: Box
     K: Box
     V: Box
+    EDGE_K: Box
+    EDGE_V: Box
+    """Tiles at the edges of what the rows see."""
     GROUP: int
+    SEVERAL: bool
+    """Several tokens, so that a key may be visible to some rows and hidden from others."""
     PAGE: int
     """Keys of a page; 0 without a block table."""
     SPLIT: bool
     LATE: bool
+    TURNED: bool
+    """Tiles of scores are [keys, rows], not [rows, keys]."""
     EARLY: bool
     """The kernel that combines the pieces starts early, and waits on the device."""
     PRECISION: str

@@ -36,12 +36,17 @@ from ioattn.backends.triton.launch import (
     limits_of,
     remember,
 )
+from ioattn.backends.triton.splits import CacheTiles
 from ioattn.caches import CacheTensors
 from ioattn.problem import Problem
 
 COMBINE_COLUMNS = 64
-COMBINE_PIECES = 64
-"""The tile of partial results that a program holds: 16 KiB, 32 registers of each thread of 4 warps."""
+COMBINE_PIECES = (8, 64)
+"""The tile of partial results that a program holds: at most 16 KiB, 32 registers of each thread of 4 warps."""
+
+
+MAX_EXACT_KEYS = 32
+"""Keys of a tile whose values are looked at for NaN and inf that only some rows see: more of them fill registers."""
 
 
 class Early(Prepared):
@@ -89,7 +94,7 @@ def prepare_decode(
 
 
 def prepare_pieces(
-    problem: Problem, tensors: CacheTensors, out: Tensor, gpu: Gpu | None, tiles: Tiles, number: int
+    problem: Problem, tensors: CacheTensors, out: Tensor, gpu: Gpu | None, tiles: CacheTiles, number: int
 ) -> tuple[Prepared, Prepared | None]:
     """Both kernels for tiles and a number of pieces."""
     split = number > 1
@@ -99,11 +104,11 @@ def prepare_pieces(
     numbers = _numbers(problem, tensors, number, row_tiles)
     step = formula_of(problem.terms).step
     programs = problem.batch * problem.kv_heads * row_tiles * number
-    main = Prepared(decode_kernel, programs, (numbers, form, step), tiles)
+    main = Prepared(decode_kernel, programs, (numbers, form, step), tiles.launch)
     if not split:
         return main, None
     columns = min(COMBINE_COLUMNS, padded(problem.dim_v))
-    at_once = min(COMBINE_PIECES, 1 << (number - 1).bit_length())
+    at_once = next(n for n in COMBINE_PIECES if number <= n or n == COMBINE_PIECES[-1])
     form = form._replace(V=constant_box(Box(at_once, problem.dim_v, columns, False)))
     column_tiles = splits.count(problem.dim_v, columns)
     kind = Early if early else Prepared
@@ -116,7 +121,7 @@ def prepare_append(problem: Problem, tensors: CacheTensors, k_new: Tensor, v_new
     """The kernel that copies new rows to their places."""
     rows = k_new.shape[2]
     numbers = _numbers(problem, tensors, 1, 1)
-    form = _form(problem, tensors, Tiles(16, 16, 1, 1), False, False)
+    form = _form(problem, tensors, CacheTiles(16, 16, 1, 1), False, False)
     return Prepared(append_kernel, problem.batch * problem.kv_heads * rows, (numbers, form), Tiles(16, 16, 1, 1))
 
 
@@ -155,18 +160,24 @@ def _numbers(problem: Problem, tensors: CacheTensors, number: int, tiles: int) -
     )
 
 
-def _form(problem: Problem, tensors: CacheTensors, tiles: Tiles, split: bool, early: bool) -> CacheForm:
+def _form(problem: Problem, tensors: CacheTensors, tiles: CacheTiles, split: bool, early: bool) -> CacheForm:
     assert problem.cache is not None
     wide = is_wide(Matrix.of(tensors.k_cache), Matrix.of(tensors.v_cache))
+    several = problem.len_q > 1
+    edge = min(tiles.k_tile, MAX_EXACT_KEYS) if several else tiles.k_tile
     d, dv = (problem.dim, padded(problem.dim), wide), (problem.dim_v, padded(problem.dim_v), wide)
     return CacheForm(
         Q=constant_box(Box(tiles.q_tile, *d)),
         K=constant_box(Box(tiles.k_tile, *d)),
         V=constant_box(Box(tiles.k_tile, *dv)),
+        EDGE_K=constant_box(Box(edge, *d)),
+        EDGE_V=constant_box(Box(edge, *dv)),
         GROUP=problem.group,
+        SEVERAL=several,
         PAGE=problem.cache.page or 0,
         SPLIT=split,
         LATE=not problem.terms and not problem.sinks and problem.scale > 0,
+        TURNED=tiles.turned,
         EARLY=early,
         PRECISION=tiles.precision,
         UPCAST=INTERPRETED and problem.dtype == torch.bfloat16,

@@ -15,7 +15,24 @@ from ioattn.problem import Problem
 MAX_ROWS = 64
 """Rows of one tile: the query heads of a group times the new tokens; more of them are several tiles."""
 
-INTERPRETER = Tiles(16, 32, 4, 1)
+
+class CacheTiles(NamedTuple):
+    """How a decoding kernel is cut: `config.Tiles`, and whether scores are [keys, rows]."""
+
+    q_tile: int
+    k_tile: int
+    num_warps: int
+    num_stages: int
+    precision: str = "ieee"
+    turned: bool = False
+
+    @property
+    def launch(self) -> Tiles:
+        """What a launch knows of them."""
+        return Tiles(*self[:5])
+
+
+INTERPRETER = CacheTiles(16, 32, 4, 1)
 """For Triton's interpreter: small, so that small cases cross many tiles."""
 
 INTERPRETER_PROCESSORS = 8
@@ -36,6 +53,7 @@ class Row(NamedTuple):
     num_warps: int
     num_stages: int
     precision: str = "ieee"
+    turned: bool = False
 
 
 TABLE: dict[int, tuple[Row, ...]] = {
@@ -45,33 +63,37 @@ TABLE: dict[int, tuple[Row, ...]] = {
 """By element size: about 32 KiB of K and V per stage."""
 
 
-def choose(problem: Problem, gpu: Gpu | None) -> Tiles:
+def choose(problem: Problem, gpu: Gpu | None) -> CacheTiles:
     """The tiles of a decoding kernel; `gpu` is None in Triton's interpreter."""
     rows = min(MAX_ROWS, padded(problem.group * problem.len_q))
     if gpu is None:
         return INTERPRETER._replace(q_tile=rows)
     width = max(padded(problem.dim), padded(problem.dim_v))
     row = next(row for row in TABLE[problem.dtype.itemsize] if width <= row.max_width)
-    tiles = Tiles(rows, row.k_tile, row.num_warps, row.num_stages, row.precision)
+    turned = row.turned and gpu.family == "wgmma"
+    tiles = CacheTiles(rows, row.k_tile, row.num_warps, row.num_stages, row.precision, turned)
     while shared_bytes(problem, tiles) > gpu.shared_memory and tiles.num_stages > 1:
         tiles = tiles._replace(num_stages=tiles.num_stages - 1)
     return tiles
 
 
-def shared_bytes(problem: Problem, tiles: Tiles) -> int:
-    """Shared memory that a decoding kernel needs at most: K and V once per stage, Q, and weights on their way."""
-    dims, size = padded(problem.dim) + padded(problem.dim_v), problem.dtype.itemsize
-    rows = tiles.q_tile * (padded(problem.dim) * size + 2 * tiles.k_tile * 4)
-    return tiles.num_stages * tiles.k_tile * dims * size + rows
+def shared_bytes(problem: Problem, tiles: CacheTiles) -> int:
+    """Shared memory that a decoding kernel needs: K and V per stage, Q, and weights on their way; all checked compiled.
+
+    A stage less where operands pass through registers; operands in several parts take twice the room.
+    """
+    size, stages = problem.dtype.itemsize, tiles.num_stages if tiles.turned else max(1, tiles.num_stages - 1)
+    rows = tiles.q_tile * (padded(problem.dim) + tiles.k_tile) * size * (2 if size == 4 else 1)
+    return stages * tiles.k_tile * (padded(problem.dim) + padded(problem.dim_v)) * size + rows
 
 
-def pieces(problem: Problem, tiles: Tiles, gpu: Gpu | None) -> int:
+def pieces(problem: Problem, tiles: CacheTiles, gpu: Gpu | None) -> int:
     """How many pieces the keys of a sequence are cut into: as asked, or what ends first if all sequences are full."""
     assert problem.cache is not None
     if problem.cache.splits:
         return problem.cache.splits
     processors = INTERPRETER_PROCESSORS if gpu is None else gpu.processors
-    # As many programs run side by side as shared memory lets one processor hold, at most 2: more bring nothing.
+    # As many programs run side by side as shared memory lets one processor hold, at most 2: registers hold no more.
     beside = 1 if gpu is None else max(1, min(2, gpu.shared_memory // shared_bytes(problem, tiles)))
     programs = problem.batch * problem.kv_heads * count(problem.group * problem.len_q, tiles.q_tile)
     most = max(1, min(MAX_PIECES, count(keys_in_reach(problem), tiles.k_tile)))

@@ -1,6 +1,8 @@
 """Decoding: a program walks over one piece of the keys of one key/value head, for all queries that read them.
 
-Reads like `eager.decode`. The query heads of a group, times the new tokens, are the rows of one tile, so that K and V
+Reads like `eager.decode`. A tile of scores is [rows, keys], or turned around, [keys, rows], where tensor cores take
+at least 64 rows of a first operand: keys are many, and K and V then never pass through registers.
+ The query heads of a group, times the new tokens, are the rows of one tile, so that K and V
 are read once. A row of the tile is `token * GROUP + member`. Pieces leave normalised partial outputs and their LSE in
 float32; `combine_kernel` is `merge.merge`, with the sink as one more piece.
 """
@@ -19,7 +21,6 @@ from ioattn.backends.triton.kernels.tiles import (
     FULL,
     INF,
     LOG2E,
-    add_special,
     device,
     dot,
     is_finite,
@@ -47,8 +48,12 @@ class Piece(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """Keys of a piece: `[start, full_start)` and `[full_end, end)` have hidden scores, those between have none."""
+    """Keys of a piece: `[start, full_start)` and `[full_end, end)` have hidden scores, those between have none.
 
+    `start` is the start of a tile; keys before `first` are hidden from every row.
+    """
+
+    first: Any
     start: Any
     full_start: Any
     full_end: Any
@@ -65,27 +70,33 @@ def decode_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.conste
     piece = piece_of(inputs, numbers, form)
     walk = walk_of(piece, inputs, numbers, form)
     q_tile = load_rows_of_q(piece, inputs, numbers, form)
+    if form.TURNED:
+        q_tile = tl.trans(q_tile)
     row_max = tl.full((form.Q.ROWS,), -INF, tl.float32)
     if inputs.sinks is not None and not form.SPLIT:
         row_max = tl.zeros_like(row_max) + tl.load(inputs.sinks + piece.head).to(tl.float32)
     row_sum = (row_max != -INF).to(tl.float32)
-    acc = tl.zeros((form.Q.ROWS, form.V.WIDTH), tl.float32)
-    page = page_at(walk.full_start, piece, inputs, numbers, form)
+    if form.TURNED:
+        acc = tl.zeros((form.V.WIDTH, form.Q.ROWS), tl.float32)
+    else:
+        acc = tl.zeros((form.Q.ROWS, form.V.WIDTH), tl.float32)
+    page = page_at(walk.full_start, piece, inputs, numbers, form.K, form)
     for k_start in range(walk.full_start, walk.full_end, form.K.ROWS):
         row_max, row_sum, acc = attend(
-            row_max, row_sum, acc, q_tile, page, k_start, piece, inputs, numbers, form, step, FULL
+            row_max, row_sum, acc, q_tile, page, k_start, walk, piece, inputs, numbers, form, step, FULL
         )
         # A tile ahead, so that nobody waits for it.
-        page = page_at(k_start + form.K.ROWS, piece, inputs, numbers, form)
-    edges_before = (walk.full_start - walk.start) // form.K.ROWS
-    edges = edges_before + (walk.end - walk.full_end + form.K.ROWS - 1) // form.K.ROWS
+        page = page_at(k_start + form.K.ROWS, piece, inputs, numbers, form.K, form)
+    TILE: tl.constexpr = form.EDGE_K.ROWS
+    edges_before = (walk.full_start - walk.start) // TILE
+    edges = edges_before + (walk.end - walk.full_end + TILE - 1) // TILE
     for edge in tl.range(edges, num_stages=1):
-        k_start = tl.where(
-            edge < edges_before, walk.start + edge * form.K.ROWS, walk.full_end + (edge - edges_before) * form.K.ROWS
-        )
-        page = page_at(k_start, piece, inputs, numbers, form)
+        k_start = walk.start + edge * TILE
+        if edge >= edges_before:
+            k_start = walk.full_end + (edge - edges_before) * TILE
+        page = page_at(k_start, piece, inputs, numbers, form.EDGE_K, form)
         row_max, row_sum, acc = attend(
-            row_max, row_sum, acc, q_tile, page, k_start, piece, inputs, numbers, form, step, EDGE
+            row_max, row_sum, acc, q_tile, page, k_start, walk, piece, inputs, numbers, form, step, EDGE
         )
     row_sum = tl.where(piece.bad, float("nan"), row_sum)
     store_results(row_max, row_sum, acc, out, lse, piece, numbers, form)
@@ -144,6 +155,7 @@ def walk_of(piece, inputs, numbers, form: tl.constexpr):
     if inputs.tree is not None:
         full_end = tl.minimum(full_end, tl.maximum(piece.shift, 0))
     TILE: tl.constexpr = form.K.ROWS
+    first_key = start
     start = start // TILE * TILE
     tiles = tl.maximum(end - start + TILE - 1, 0) // TILE
     share = (tiles + numbers.pieces - 1) // numbers.pieces * TILE
@@ -154,7 +166,7 @@ def walk_of(piece, inputs, numbers, form: tl.constexpr):
     none_full = (full_end <= full_start) | (end <= start)
     full_start = tl.where(none_full, start, full_start)
     full_end = tl.where(none_full, start, full_end)
-    return Walk(start, full_start, full_end, end)
+    return Walk(first_key, start, full_start, full_end, end)
 
 
 @device
@@ -169,7 +181,7 @@ def load_rows_of_q(piece, inputs, numbers, form: tl.constexpr):
 
 
 @device
-def page_at(k_start, piece, inputs, numbers, form: tl.constexpr):
+def page_at(k_start, piece, inputs, numbers, box: tl.constexpr, form: tl.constexpr):
     """Where the keys from `k_start` on lie: one page, or where pages are shorter than a tile one for each key.
 
     Without a table a sequence is a page. Past the end of the sequence: -1, a page that does not exist.
@@ -177,17 +189,19 @@ def page_at(k_start, piece, inputs, numbers, form: tl.constexpr):
     page = piece.batch
     if form.PAGE != 0:
         columns = inputs.table + piece.batch * numbers.columns
-        if form.PAGE >= form.K.ROWS:
+        if form.PAGE >= box.ROWS:
             page = tl.load(columns + k_start // form.PAGE, mask=k_start < piece.len_k, other=-1).to(tl.int64)
         else:
-            key = k_start + tl.arange(0, form.K.ROWS)
+            key = k_start + tl.arange(0, box.ROWS)
             page = tl.load(columns + key // form.PAGE, mask=key < piece.len_k, other=-1).to(tl.int64)
     return page
 
 
 @device
-def load_keys_of(matrix, page, k_start, piece, numbers, box: tl.constexpr, form: tl.constexpr, KIND: tl.constexpr):
-    """A tile of keys or values; what does not exist is 0, and a page that does not exist is read as page 0."""
+def load_keys_of(
+    matrix, page, k_start, walk, piece, numbers, box: tl.constexpr, form: tl.constexpr, KIND: tl.constexpr
+):
+    """A tile of keys or values; what no row sees is not read and 0, a page that does not exist is read as page 0."""
     row = tl.arange(0, box.ROWS)
     column = tl.arange(0, box.WIDTH)[None, :]
     head = matrix.ptr + piece.kv_head * matrix.head
@@ -199,7 +213,7 @@ def load_keys_of(matrix, page, k_start, piece, numbers, box: tl.constexpr, form:
             pointers = first + (row[:, None] * matrix.row + column * matrix.column)
     else:
         page = tl.where((page >= 0) & (page < numbers.pages), page, 0)
-        if form.PAGE >= form.K.ROWS:
+        if form.PAGE >= box.ROWS:
             first = head + page * matrix.batch + tl.cast(k_start % form.PAGE, tl.int64) * matrix.row
             pointers = first + (row[:, None] * matrix.row + column * matrix.column)
         else:
@@ -208,7 +222,7 @@ def load_keys_of(matrix, page, k_start, piece, numbers, box: tl.constexpr, form:
     exists = None
     other = None
     if KIND != FULL:
-        exists = (k_start + row < piece.len_k)[:, None]
+        exists = ((k_start + row >= walk.first) & (k_start + row < walk.end))[:, None]
         other = 0.0
         if box.COLUMNS != box.WIDTH:
             exists = exists & (column < box.COLUMNS)
@@ -220,15 +234,17 @@ def load_keys_of(matrix, page, k_start, piece, numbers, box: tl.constexpr, form:
 
 @device
 def attend(
-    row_max, row_sum, acc, q_tile, page, k_start, piece, inputs, numbers, form: tl.constexpr, step: tl.constexpr,
+    row_max, row_sum, acc, q_tile, page, k_start, walk, piece, inputs, numbers, form: tl.constexpr, step: tl.constexpr,
     KIND: tl.constexpr,
 ):  # fmt: skip
     """The online softmax over one tile of keys."""
-    k_tile = load_keys_of(inputs.k, page, k_start, piece, numbers, form.K, form, KIND)
-    v_tile = load_keys_of(inputs.v, page, k_start, piece, numbers, form.V, form, KIND)
-    token = piece.token[:, None]
-    col = k_start + tl.arange(0, form.K.ROWS)[None, :]
-    scores = dot(q_tile, tl.trans(k_tile), None, form)
+    K: tl.constexpr = form.K if KIND == FULL else form.EDGE_K
+    V: tl.constexpr = form.V if KIND == FULL else form.EDGE_V
+    k_tile = load_keys_of(inputs.k, page, k_start, walk, piece, numbers, K, form, KIND)
+    v_tile = load_keys_of(inputs.v, page, k_start, walk, piece, numbers, V, form, KIND)
+    token = along_rows(piece.token, form)
+    col = k_start + along_keys(tl.arange(0, K.ROWS), form)
+    scores = dot(k_tile, q_tile, None, form) if form.TURNED else dot(q_tile, tl.trans(k_tile), None, form)
     factor = LOG2E
     if form.LATE:
         factor = numbers.scale * LOG2E
@@ -236,41 +252,69 @@ def attend(
         distance = 0.0
         if inputs.slopes is not None:
             distance = tl.abs(token + piece.shift - col).to(tl.float32)
-        scores = step(scores * numbers.scale, distance, operands_of(piece, inputs))
+        scores = step(scores * numbers.scale, distance, operands_of(piece, inputs, form))
     if form.PAGE != 0:
         # A page that does not exist makes its keys NaN: a result that nobody takes for one.
         exists = (page >= 0) & (page < numbers.pages)
-        if form.PAGE < form.K.ROWS:
-            exists = exists[None, :]
+        if form.PAGE < K.ROWS:
+            exists = along_keys(exists, form)
         scores = tl.where(exists, scores, float("nan"))
     visible = None
     if KIND != FULL:
         visible = visible_to(token, col, piece, inputs, numbers)
         scores = tl.where(visible, scores, -INF)
-    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    KEYS: tl.constexpr = 0 if form.TURNED else 1
+    new_max = tl.maximum(row_max, tl.max(scores, KEYS))
     shift = or_zero(new_max)
-    weights = tl.exp2((scores - shift[:, None]) * factor)
+    weights = tl.exp2((scores - along_rows(shift, form)) * factor)
     rescale = tl.exp2((row_max - shift) * factor)
-    row_sum = rescale * row_sum + tl.sum(weights, 1)
-    acc = rescale[:, None] * acc
-    if KIND == FULL:
-        acc = dot(weights.to(v_tile.dtype), v_tile, acc, form)
+    row_sum = rescale * row_sum + tl.sum(weights, KEYS)
+    acc = along_rows(rescale, form) * acc
+    if KIND == FULL or not form.SEVERAL:
+        # Of one token no score alone is hidden: what is not visible was not read.
+        acc = weigh(weights.to(v_tile.dtype), v_tile, acc, form)
     else:
-        acc = dot(weights.to(v_tile.dtype), only_finite(v_tile, EXACT), acc, form)
+        acc = weigh(weights.to(v_tile.dtype), only_finite(v_tile, EXACT), acc, form)
         if is_finite(v_tile) == 0:
-            # Exactly what is visible of NaN and inf: a hidden weight is 0, but 0 * NaN is NaN.
-            acc = add_special(acc, visible, v_tile, form, False)
+            acc = add_special_values(acc, visible, v_tile, form)
     return new_max, row_sum, acc
 
 
 @device
-def operands_of(piece, inputs):
+def along_rows(x, form: tl.constexpr):
+    """One number per row, as it meets a tile of scores."""
+    return x[None, :] if form.TURNED else x[:, None]
+
+
+@device
+def along_keys(x, form: tl.constexpr):
+    """One number per key, as it meets a tile of scores."""
+    return x[:, None] if form.TURNED else x[None, :]
+
+
+@device
+def weigh(weights, values, acc, form: tl.constexpr):
+    """The product of weights and values, added to acc where there is one."""
+    return dot(tl.trans(values), weights, acc, form) if form.TURNED else dot(weights, values, acc, form)
+
+
+@device
+def add_special_values(acc, visible, v_tile, form: tl.constexpr):
+    """Exactly what is visible of NaN and inf among the values: a hidden weight is 0, but 0 * NaN is NaN."""
+    seen = visible.to(v_tile.dtype)
+    acc += tl.where(weigh(seen, (v_tile == INF).to(v_tile.dtype), None, form) > 0, INF, 0.0)
+    acc -= tl.where(weigh(seen, (v_tile == -INF).to(v_tile.dtype), None, form) > 0, INF, 0.0)
+    return tl.where(weigh(seen, (v_tile != v_tile).to(v_tile.dtype), None, form) > 0, float("nan"), acc)
+
+
+@device
+def operands_of(piece, inputs, form: tl.constexpr):
     """The operands of the score terms, in the terms' order."""
     operands = ()
     if inputs.softcap is not None:
         operands += (inputs.softcap,)
     if inputs.slopes is not None:
-        operands += (tl.load(inputs.slopes + piece.head).to(tl.float32)[:, None],)
+        operands += (along_rows(tl.load(inputs.slopes + piece.head).to(tl.float32), form),)
     return operands
 
 
@@ -283,8 +327,8 @@ def visible_to(token, col, piece, inputs, numbers):
         visible = visible & (offset >= (inputs.lo >> 2))
     if inputs.hi is not None:
         visible = visible & (offset <= (inputs.hi >> 2))
-    tree = inputs.tree
-    if tree is not None:
+    if inputs.tree is not None:
+        tree = inputs.tree
         node = col - piece.shift
         pointers = row_at(tree, piece.batch, 0, token.to(tl.int64)) + node.to(tl.int64) * tree.column
         drafted = visible & (node >= 0)
@@ -295,6 +339,8 @@ def visible_to(token, col, piece, inputs, numbers):
 @device
 def store_results(row_max, row_sum, acc, out, lse, piece, numbers, form: tl.constexpr):
     """Divide by the sum of the weights and write `out` and `lse`, or a piece's part of the partial results."""
+    if form.TURNED:
+        acc = tl.trans(acc)
     # A row that saw no key has row_sum 0 (or only its sink's 1) and acc 0: out 0.
     acc = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
     if form.LATE:
