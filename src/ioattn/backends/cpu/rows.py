@@ -35,12 +35,11 @@ def row_scores(module: Module, target: Target, rows: int, dtype: str) -> Functio
                 for i in range(keys):
                     f.prefetch(k + (a.k_row * i + line + a.ahead))
             sums = [[f.variable(0.0, vector) for _ in range(keys)] for _ in range(rows)]
-            with f.loop(0, a.dim, target.lanes) as at:
-                tile = [read(f, k + (a.k_row * i + at * SIZES[dtype]), dtype, target.lanes) for i in range(keys)]
-                for r in range(rows):
-                    q = (a.q + (a.q_row * r + at * 4)).load(vector)
-                    for i in range(keys):
-                        sums[r][i].value = f.fma(q, tile[i], sums[r][i].value)
+            for i in range(keys):
+                with f.loop(0, a.dim, target.lanes) as at:
+                    x = read(f, k + (a.k_row * i + at * SIZES[dtype]), dtype, target.lanes)
+                    for r in range(rows):
+                        sums[r][i].value = f.fma((a.q + (a.q_row * r + at * 4)).load(vector), x, sums[r][i].value)
             for r in range(rows):
                 place = a.scores + (a.scores_row * r + key * 4)
                 place.store(_four_totals(f, sums[r]) if keys == KEYS else f.total(sums[r][0].value))

@@ -12,7 +12,7 @@ from ioattn.backends.cpu.arguments import Arguments, Scratch, Sequence, clamped
 from ioattn.backends.cpu.ir import F32, I64, Function, Module, Type, Value
 from ioattn.backends.cpu.jit import ENTRY, Target
 from ioattn.backends.cpu.softmax import UNBOUNDED, Recipe
-from ioattn.backends.cpu.tiles import SIZES, Layout, product, tile_of, widest
+from ioattn.backends.cpu.tiles import SIZES, Layout, Tile, product, tile_of, widest
 
 
 class Panel(NamedTuple):
@@ -97,8 +97,9 @@ class Worker:
         layout = Layout(a_row=weights_row, a_step=4, lanes=lanes, ahead=ahead)
         step = SIZES[lanes] * target.lanes
         first: Value | int = 0
-        for vectors in sorted({widest(target), 2, 1}, reverse=True):
-            tile = tile_of(target, vectors)
+        widths = {8, 4, 2, 1} if ahead or lanes != "fp32" else {widest(target), 2, 1}
+        for vectors in sorted(widths, reverse=True):
+            tile = Tile(2, 8) if vectors == 8 else tile_of(target, vectors)
             one = product(module, target, f"{name}_{vectors}", tile, layout, start="add", paired=paired, guard=guard)
             end = a.vectors - (a.vectors - first) % vectors
             with f.loop(first, end, vectors) as at:
