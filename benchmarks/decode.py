@@ -92,21 +92,19 @@ CASES = (
 )
 
 TUNED = (
-    *(LONG, MIDDLE, MANY, SHORT, SHORTEST),
-    *(Case(16, 8192, page=16), Case(16, 8192, page=64), Case(16, 8192, n_q=8), Case(16, 8192, dtype="fp32")),
+    *(MIDDLE, SHORT, SHORTEST),
+    *(Case(16, 8192, dtype="fp32"), Case(64, 4096, page=16)),
 )
 """The cases that `--tiles` is for."""
 
 TILES = {
     "bf16": (
-        CacheTiles(16, 64, 4, 3), CacheTiles(16, 64, 4, 4), CacheTiles(16, 32, 4, 4), CacheTiles(16, 32, 4, 6),
-        CacheTiles(16, 128, 8, 3), CacheTiles(16, 64, 2, 3),
-        CacheTiles(16, 64, 4, 3, turned=True), CacheTiles(16, 64, 4, 2, turned=True),
-        CacheTiles(16, 128, 8, 3, turned=True), CacheTiles(16, 128, 4, 2, turned=True),
+        CacheTiles(16, 64, 4, 3), CacheTiles(16, 64, 4, 4), CacheTiles(16, 128, 8, 3, beside=1),
+        CacheTiles(16, 64, 4, 3, turned=True), CacheTiles(16, 128, 8, 3, turned=True, beside=1),
     ),
     "fp32": (
-        CacheTiles(16, 32, 4, 3, "tf32x3"), CacheTiles(16, 32, 4, 4, "tf32x3"), CacheTiles(16, 16, 4, 4, "tf32x3"),
-        CacheTiles(16, 64, 8, 3, "tf32x3"), CacheTiles(16, 32, 4, 3, "bf16x6"),
+        CacheTiles(16, 32, 4, 3, "tf32x3"), CacheTiles(8, 32, 4, 3, "tf32x3"),
+        CacheTiles(8, 32, 4, 3, "tf32x3", registers=168, beside=3),
     ),
 }  # fmt: skip
 """How else the kernel may be cut, for `--tiles`."""
@@ -180,7 +178,6 @@ def ours(tensors: CacheTensors) -> Tensor:
 def candidate(case: Case, example: CacheTensors, tiles: CacheTiles, number: int, early: bool = True) -> Call:
     """The kernels with these tiles and this number of pieces."""
     problem = caches.describe(example, DecodeOptions(hi=0))
-    tiles = tiles._replace(q_tile=splits.choose(problem, gpu_of(example.q.device)).q_tile)
     gpu = gpu_of(example.q.device)
     if not early and gpu is not None:
         gpu = gpu._replace(capability=(8, 9))
@@ -208,13 +205,15 @@ def candidates(case: Case, example: CacheTensors) -> Iterator[tuple[str, Call]]:
     gpu = gpu_of(example.q.device)
     chosen = splits.choose(problem, gpu)
     for tiles in TILES["fp32" if case.dtype == "fp32" else "bf16"]:
-        named = tiles._replace(q_tile=chosen.q_tile)
+        named = tiles._replace(q_tile=max(tiles.q_tile, chosen.q_tile))
         number = splits.pieces(problem, named, gpu)
-        turned = " turned" if named.turned else ""
-        name = f"{named.k_tile} keys {named.num_warps} warps {named.num_stages} stages {named.precision}{turned}"
-        yield f"{name} /{number}", candidate(case, example, named, number)
+        turned = " turned" if named.turned else f" {named.registers} registers" if named.registers else ""
+        cut = (
+            f"{named.q_tile}x{named.k_tile} {named.num_warps} warps {named.num_stages} stages {named.precision}{turned}"
+        )
+        yield f"{cut} /{number}", candidate(case, example, named, number)
     best = splits.pieces(problem, chosen, gpu)
-    for number in sorted({1, max(1, best // 2), best * 3 // 2, best * 2, best * 3} - {best}):
+    for number in sorted({max(1, best // 2), best * 3 // 2, best * 2} - {best}):
         yield f"chosen tiles /{number}", candidate(case, example, chosen, number)
     if best > 1:
         yield f"chosen tiles, combined late /{best}", candidate(case, example, chosen, best, early=False)
@@ -376,7 +375,7 @@ def compile_share(share: str, cases: list[Case], tiles: bool) -> None:
 def _forms(case: Case, example: CacheTensors) -> Iterator[tuple[CacheTiles, int]]:
     chosen = splits.choose(caches.describe(example, DecodeOptions(hi=0)), gpu_of(example.q.device))
     for tiles in (chosen, *TILES["fp32" if case.dtype == "fp32" else "bf16"]):
-        for number in (1, 2, 40):
+        for number in (1, 40):
             yield tiles, number
 
 

@@ -23,7 +23,7 @@ from ioattn.backends.triton.arguments import (
     is_wide,
     padded,
 )
-from ioattn.backends.triton.config import Gpu, Tiles
+from ioattn.backends.triton.config import Gpu
 from ioattn.backends.triton.kernels.decode import append_kernel, combine_kernel, decode_kernel
 from ioattn.backends.triton.launch import (
     INTERPRETED,
@@ -49,13 +49,20 @@ MAX_EXACT_KEYS = 32
 """Keys of a tile whose values are looked at for NaN and inf that only some rows see: more of them fill registers."""
 
 
-class Early(Prepared):
-    """A kernel that is set up while the one before it runs; it waits itself for that one's results."""
+class Launch(Prepared):
+    """A kernel that may be set up while the one before it still runs, and that may have a limit on its registers."""
+
+    def __init__(
+        self, kernel: Any, programs: int, constant: tuple[Any, ...], tiles: CacheTiles, early: bool = False
+    ) -> None:
+        super().__init__(kernel, programs, constant, tiles.launch)
+        self.early, self.registers = early, tiles.registers
 
     @property
     def options(self) -> dict[str, Any]:
-        """As every kernel's, and the permission to start early."""
-        return {**super().options, "launch_pdl": True}
+        """As every kernel's, and these two."""
+        limit = {} if self.registers is None else {"maxnreg": self.registers}
+        return {**super().options, **({"launch_pdl": True} if self.early else {}), **limit}
 
 
 def decode(problem: Problem, tensors: CacheTensors, out: Tensor, lse: Tensor) -> None:
@@ -98,23 +105,22 @@ def prepare_pieces(
 ) -> tuple[Prepared, Prepared | None]:
     """Both kernels for tiles and a number of pieces."""
     split = number > 1
-    early = split and gpu is not None and gpu.capability >= (9, 0)
+    early = gpu is not None and gpu.capability >= (9, 0)
     form = _form(problem, tensors, tiles, split, early)
     row_tiles = splits.count(problem.group * problem.len_q, tiles.q_tile)
     numbers = _numbers(problem, tensors, number, row_tiles)
     step = formula_of(problem.terms).step
     programs = problem.batch * problem.kv_heads * row_tiles * number
-    main = Prepared(decode_kernel, programs, (numbers, form, step), tiles.launch)
+    main = Launch(decode_kernel, programs, (numbers, form, step), tiles, early)
     if not split:
         return main, None
     columns = min(COMBINE_COLUMNS, padded(problem.dim_v))
     at_once = next(n for n in COMBINE_PIECES if number <= n or n == COMBINE_PIECES[-1])
     form = form._replace(V=constant_box(Box(at_once, problem.dim_v, columns, False)))
     column_tiles = splits.count(problem.dim_v, columns)
-    kind = Early if early else Prepared
     rows = problem.batch * problem.heads * problem.len_q
     numbers = numbers._replace(tiles=encoded(column_tiles))
-    return main, kind(combine_kernel, rows * column_tiles, (numbers, form), Tiles(16, 16, 4, 1))
+    return main, Launch(combine_kernel, rows * column_tiles, (numbers, form), CacheTiles(16, 16, 4, 1), early)
 
 
 def prepare_append(problem: Problem, tensors: CacheTensors, k_new: Tensor, v_new: Tensor) -> Prepared:
@@ -122,7 +128,7 @@ def prepare_append(problem: Problem, tensors: CacheTensors, k_new: Tensor, v_new
     rows = k_new.shape[2]
     numbers = _numbers(problem, tensors, 1, 1)
     form = _form(problem, tensors, CacheTiles(16, 16, 1, 1), False, False)
-    return Prepared(append_kernel, problem.batch * problem.kv_heads * rows, (numbers, form), Tiles(16, 16, 1, 1))
+    return Launch(append_kernel, problem.batch * problem.kv_heads * rows, (numbers, form), CacheTiles(16, 16, 1, 1))
 
 
 def inputs_of(problem: Problem, tensors: CacheTensors) -> CacheInputs:

@@ -64,7 +64,8 @@ class Walk(NamedTuple):
 def decode_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.constexpr):
     """Overwrite the rows of one tile for one piece: of `out` and `lse` themselves, or of the partial results."""
     if form.EARLY:
-        # The kernel that combines the pieces may be set up meanwhile; it waits for this one's results.
+        # This program may have been set up before the kernel in front of it ended; so may be the one behind it.
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     numbers = decoded(numbers)
     piece = piece_of(inputs, numbers, form)
@@ -375,6 +376,7 @@ def combine_kernel(partial, partial_lse, out, lse, sinks, numbers, form: tl.cons
     """
     if form.EARLY:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     numbers = decoded(numbers)
     program = tl.program_id(0)
     row = program // numbers.tiles
