@@ -95,9 +95,9 @@ def decode_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.conste
         k_start = walk.start + edge * TILE
         if edge >= edges_before:
             k_start = walk.full_end + (edge - edges_before) * TILE
-        page = page_at(k_start, piece, inputs, numbers, form.EDGE_K, form)
+        edge_page = page_at(k_start, piece, inputs, numbers, form.EDGE_K, form)
         row_max, row_sum, acc = attend(
-            row_max, row_sum, acc, q_tile, page, k_start, walk, piece, inputs, numbers, form, step, EDGE
+            row_max, row_sum, acc, q_tile, edge_page, k_start, walk, piece, inputs, numbers, form, step, EDGE
         )
     row_sum = tl.where(piece.bad, float("nan"), row_sum)
     store_results(row_max, row_sum, acc, out, lse, piece, numbers, form)
