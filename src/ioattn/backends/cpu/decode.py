@@ -50,8 +50,8 @@ class _Decode(Worker):
         self.row_softmax = row_softmax(module, target, recipe)
         self.start_row = start_row(module, target)
         self.merge_row = merge_row(module, target, recipe.dtype)
-        self.accumulate = self.row_product("accumulate", lanes=self.row_type, ahead=True)
-        self.accumulate_guarded = self.row_product("accumulate_guarded", guard="a", lanes=self.row_type)
+        self.accumulate = self.row_product("accumulate", lanes=self.row_type, streamed=True)
+        self.accumulate_guarded = self.row_product("accumulate_guarded", guard="a", lanes=self.row_type, streamed=True)
         self.find_nonfinite = packing.find_nonfinite(module, target, "find_nonfinite_in_words", self.row_type)
         self.unstage_out = packing.unstage(module, target, "unstage_out", recipe.dtype, how="divide")
 
@@ -100,19 +100,13 @@ class _Decode(Worker):
             )  # fmt: skip
 
     def _block(self, seq: Sequence, kv_head: Value, state: Value, keys: tuple[Value, Value]) -> None:
-        """All queries against the first block of some keys.
-
-        What it reads next is asked for a phase ahead: while keys are read, their values; with these, the next keys.
-        """
+        """All queries against the first block of some keys."""
         f, args, scratch = self.f, self.args, self.scratch
         first, last = keys
         count = f.smallest(last - first, args.block_keys)
         rows, scores_row = args.group * seq.len_q, args.block_keys * 4
         with self._stretches(first, count) as (page, at, length):
             k, k_row = self._rows_of("k", seq, kv_head, page, first + at, length)
-            ahead = f.constant(0)
-            if not self.recipe.staged:
-                ahead = f.distance(self._place("v", seq, kv_head, page, first + at), k)
             done: Value | int = 0
             for n in ROWS_AT_ONCE:
                 stop = rows if n == 1 else rows - (rows - done) % n
@@ -120,7 +114,7 @@ class _Decode(Worker):
                     q, scores = scratch.q_rows + index * args.dim_padded * 4, scratch.scores + index * scores_row
                     f.call(
                         self.row_scores[n], q, args.dim_padded * 4, k, k_row, length, args.dim_padded, scores + at * 4,
-                        scores_row, ahead,
+                        scores_row,
                     )  # fmt: skip
                 done = stop
         self._show_before_tree(seq, first, count)
@@ -137,7 +131,6 @@ class _Decode(Worker):
                 scratch.scores + at * 4, scores_row, v, v_row, state + STATE_WORDS * 4, self._row_bytes(), rows,
                 length, args.dim_v_padded // self.target.lanes,
             )  # fmt: skip
-            ahead = self._next_keys(seq, kv_head, first + at + args.block_keys, last, v)
             scratch.found.store(f.constant(0))
             with f.when(partial):
                 words = args.dim_v if self.row_type == "fp32" else args.dim_v // 2
@@ -146,7 +139,7 @@ class _Decode(Worker):
             with f.when(guarded):
                 f.call(self.accumulate_guarded, *accumulate)
             with f.unless(guarded):
-                f.call(self.accumulate, *accumulate, ahead)
+                f.call(self.accumulate, *accumulate)
 
     @contextmanager
     def _stretches(self, first: Value, count: Value) -> Iterator[tuple[Value, Value, Value]]:
@@ -173,16 +166,6 @@ class _Decode(Worker):
             return seq.key(name, kv_head, first)
         entry = args.table + (seq.batch * args.table_row + page * 4)
         return args.row(name, entry.load(I32).to(I64), kv_head, first - page * args.page)
-
-    def _next_keys(self, seq: Sequence, kv_head: Value, key: Value, last: Value, v: Value) -> Value:
-        """How far behind `v` the keys lie that are read next; 0 if there are none."""
-        f, ahead = self.f, self.f.variable(0)
-        if self.recipe.staged:
-            return ahead.value
-        with f.when(key < last):
-            page = key // self.args.page if self.recipe.paged else f.constant(0)
-            ahead.value = f.distance(self._place("k", seq, kv_head, page, key), v)
-        return ahead.value
 
     def _show_before_tree(self, seq: Sequence, first: Value, count: Value) -> None:
         """All keys of the block visible: what a tree hides is written over them for each query."""

@@ -267,10 +267,6 @@ class Function:
         step = self.constant(by)
         return self.emit(PTR, f"getelementptr i8, ptr {pointer.name}, i64 {step.name}")
 
-    def distance(self, a: Value, b: Value) -> Value:
-        """How many bytes pointer `a` lies behind pointer `b`."""
-        return self.convert("ptrtoint", a, I64) - self.convert("ptrtoint", b, I64)
-
     def convert(self, operation: str, x: Value, kind: Type) -> Value:
         """A conversion by its LLVM name, nothing if the type is right already."""
         if x.type == kind:
@@ -316,11 +312,6 @@ class Function:
         """`a * b + c`, rounded once."""
         x = self.constant(a, b.type)
         return self.intrinsic(f"llvm.fma.{_suffix(b.type)}", b.type, x, b, c)
-
-    def prefetch(self, place: Value) -> None:
-        """Ask for a cache line that is read soon, into the second-level cache; any address is harmless."""
-        self.module.declare("void", "llvm.prefetch.p0", "ptr, i32, i32, i32")
-        self.line(f"call void @llvm.prefetch.p0(ptr {place.name}, i32 0, i32 2, i32 1)")
 
     def largest(self, a: Operand, b: Operand) -> Value:
         """The larger of two; of floats, `b` when either is a NaN."""

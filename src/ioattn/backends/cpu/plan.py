@@ -33,6 +33,9 @@ FORWARD_KEYS = 96
 BACKWARD_KEYS = 96
 """Keys per block: a tile of scores, in the backward two, stays in the first-level cache."""
 
+DECODE_KEYS = 512
+"""Keys per block over which few queries decode: long runs of keys and of values, which processors fetch ahead."""
+
 BLOCK_ROWS = 192
 """Queries per block: keys that were staged or paired once serve this many."""
 
@@ -249,7 +252,7 @@ def plan_decode(problem: Problem, lse: tuple[int, ...], bias: torch.dtype | None
         tree = cache.tree is not None
         recipe = recipe._replace(paged=cache.page is not None, tree=tree, mask=tree)
     values = _common_values(problem, target, recipe)
-    dim, dim_v, keys = values["dim_padded"], values["dim_v_padded"], 512
+    dim, dim_v, keys = values["dim_padded"], values["dim_v_padded"], DECODE_KEYS
     rows = problem.group * problem.len_q
     offsets, scratch = _regions(
         {

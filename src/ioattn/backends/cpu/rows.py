@@ -20,20 +20,17 @@ KEYS = 4
 def row_scores(module: Module, target: Target, rows: int, dtype: str) -> Function:
     """The scores of `rows` queries against `count` keys, which are read and converted once for all of them.
 
-    Asks for what lies `ahead` bytes behind the keys.
+    Keys are read in memory's order, one after the other: processors then fetch ahead by themselves.
     """
     f = module.function(
         f"row_scores_{rows}",
-        "ptr q, i64 q_row, ptr k, i64 k_row, i64 count, i64 dim, ptr scores, i64 scores_row, i64 ahead",
+        "ptr q, i64 q_row, ptr k, i64 k_row, i64 count, i64 dim, ptr scores, i64 scores_row",
     )
     a, vector = f.args, Type("float", target.lanes)
     whole = a.count - a.count % KEYS
     for first, stop, keys in ((0, whole, KEYS), (whole, a.count, 1)):
         with f.loop(first, stop, keys) as key:
             k = a.k + key * a.k_row
-            with f.loop(0, a.dim * SIZES[dtype], 64) as line:
-                for i in range(keys):
-                    f.prefetch(k + (a.k_row * i + line + a.ahead))
             sums = [[f.variable(0.0, vector) for _ in range(keys)] for _ in range(rows)]
             for i in range(keys):
                 with f.loop(0, a.dim, target.lanes) as at:

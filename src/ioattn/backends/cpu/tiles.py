@@ -47,6 +47,14 @@ def widest(target: Target) -> int:
     return max(_TILES[target.lanes])
 
 
+_ROW_TILES = {16: ((2, 8), (4, 4), (4, 2), (4, 1)), 8: ((2, 4), (4, 2), (4, 1)), 4: ((2, 8), (4, 4), (4, 2), (4, 1))}
+
+
+def row_tiles(target: Target) -> list[Tile]:
+    """Register tiles for rows that come from memory, widest first: whole rows where registers hold them."""
+    return [Tile(*sizes) for sizes in _ROW_TILES[target.lanes]]
+
+
 class Layout(NamedTuple):
     """Strides in bytes that are known when the kernel is built, None is a run-time argument; and the type of B."""
 
@@ -55,8 +63,6 @@ class Layout(NamedTuple):
     b_step: int | None = None
     c_row: int | None = None
     lanes: str = "fp32"
-    ahead: bool = False
-    """Ask, with every vector of B, for what lies a last argument `ahead` bytes behind it."""
 
 
 def read(f: Function, place: Value, dtype: str, lanes: int = 0) -> Value:
@@ -71,12 +77,6 @@ def read(f: Function, place: Value, dtype: str, lanes: int = 0) -> Value:
     return f.select(place.load(Type("i8", lanes)).differs(0), f.constant(1.0, Type("float", lanes)), 0.0)
 
 
-def ask_ahead(f: Function, place: Value, size: int) -> None:
-    """Ask for the cache lines of `size` bytes."""
-    for line in range(0, size, 64):
-        f.prefetch(place + line)
-
-
 def product(
     module: Module, target: Target, name: str, tile: Tile, layout: Layout, *, start: str, paired: bool, guard: str = ""
 ) -> Function:
@@ -86,7 +86,7 @@ def product(
     guard: which operand holds the weights that are skipped where they are -0.0: "a", "b" or none.
     """
     arguments = "ptr a, i64 a_row, i64 a_step, ptr b, i64 b_step, ptr c, i64 c_row, i64 count, i64 depth, ptr factors"
-    f = module.function(name, arguments + (", i64 ahead" if layout.ahead else ""))
+    f = module.function(name, arguments)
     emit = _Product(f, target, layout, start, paired, guard)
     first: Value | int = 0
     # Row by row only where the skipping costs more than the rows.
@@ -104,7 +104,7 @@ class _Product:
 
     def __init__(self, f: Function, target: Target, layout: Layout, start: str, paired: bool, guard: str):
         self.f, self.start, self.paired, self.guard = f, start, paired, guard
-        self.lanes, self.ahead = layout.lanes, layout.ahead
+        self.lanes = layout.lanes
         self.vector = Type("float", target.lanes)
         self.size = 4 * target.lanes
         args = f.args
@@ -131,8 +131,6 @@ class _Product:
     def _step(self, a: Variable, b: Variable, acc: list[Variable], tile: Tile) -> None:
         f, a_at, b_at = self.f, a.value, b.value
         step = SIZES[self.lanes] * self.vector.lanes
-        if self.ahead:
-            ask_ahead(f, b_at + f.args.ahead, step * tile.vectors)
         lanes = [read(f, b_at + v * step, self.lanes, self.vector.lanes) for v in range(tile.vectors)]
         for r in range(tile.rows):
             broadcast = f.constant((a_at + self.a_row * r).load(F32), self.vector)
