@@ -1,9 +1,10 @@
 """The registered operators `ioattn::forward` and `ioattn::backward`, their fakes, and autograd around them.
 
 With `cache_ops`, the only file that knows torch.library. Everything torch.compile sees is two opaque operators whose
-arguments are `Tensors`, then `Options`, then a backend's name. Run eagerly, autograd is a Function outside of the operator: 2.6 us
-per call where `register_autograd` costs 10.2. A compiler gets the same derivative through `register_autograd`, because
-it refuses a Function that receives one tensor twice. Real and fake outputs are allocated by the same code, here.
+arguments are `Tensors`, then `Options`, then a backend's name. Run eagerly, autograd is a Function outside of the
+operator: 2.6 us per call where `register_autograd` costs 10.2. A compiler gets the same derivative through
+`register_autograd`, because it refuses a Function that receives one tensor twice. Real and fake outputs are allocated
+by the same code, here.
 
 What follows from shapes, strides and options alone (the checked Problem, its backend, the outputs' layout) is a
 `_Plan`, made once and looked up afterwards: 15 us less per call on a 2-core AVX-512 machine.
