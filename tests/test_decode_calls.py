@@ -259,6 +259,18 @@ def test_nothing_waits_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+def test_explain_takes_a_cache() -> None:
+    case = case_for()
+    named = {"k": case.tensors["k_cache"], "v": case.tensors["v_cache"]}
+    others = {name: x for name, x in case.tensors.items() if name not in ("k_cache", "v_cache")}
+    explanation = ioattn.explain(**named, **others, causal=True)
+    assert "cache(page 16)" in str(explanation)
+    assert dict(explanation.verdicts)["eager"] == ()
+    assert dict(explanation.verdicts)["gluon"]
+    with pytest.raises(TypeError, match="explain got bias; tensors must be among cache_seqlens, block_table"):
+        ioattn.explain(**named, **others, bias=torch.zeros(1))
+
+
 def test_equal_shapes_are_cut_into_equal_pieces() -> None:
     """The heuristic sees shapes, not lengths: never more pieces than tiles of keys, and enough to fill a GPU."""
     splits = pytest.importorskip("ioattn.backends.triton.splits", exc_type=ImportError)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ioattn import cache_ops, ops, registry
+from ioattn import cache_ops, caches, ops, registry
 from ioattn.caches import CacheTensors, DecodeOptions
 from ioattn.problem import Align, Options, Tensors
 
@@ -243,12 +243,13 @@ def explain(
     max_seqlen_k: int | None = None,
     **tensors: Tensor | None,
 ) -> registry.Explanation:
-    """Which backend `attention` (or `attention_varlen`) would run for these arguments, and why no other.
+    """Which backend `attention`, `attention_varlen` or `attention_decode` would run here, and why no other.
 
     Args:
         q, k, v, causal, window, scale, softcap, deterministic: as in `attention`.
         max_seqlen_q, max_seqlen_k: as in `attention_varlen`.
-        tensors: bias, mask, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k.
+        tensors: bias, mask, alibi_slopes, sinks, cu_seqlens_q, cu_seqlens_k. With cache_seqlens, k and v are caches,
+            and block_table and tree_mask may be given, too.
 
     Returns:
         An `Explanation` with `problem`, `chosen` and `verdicts`; printing it gives one line per backend.
@@ -261,9 +262,15 @@ def explain(
         >>> "eager" in str(explain(q, q, q, causal=True))
         True
     """
-    unknown = sorted(set(tensors) - set(Tensors._fields))
+    cached = "cache_seqlens" in tensors
+    known = CacheTensors._fields if cached else Tensors._fields
+    unknown = sorted(set(tensors) - set(known))
     if unknown:
-        raise TypeError(f"explain got {', '.join(unknown)}; tensors must be among {', '.join(Tensors._fields[3:])}")
+        raise TypeError(f"explain got {', '.join(unknown)}; tensors must be among {', '.join(known[3:])}")
+    if cached:
+        tree = tensors.get("tree_mask") is not None
+        given = DecodeOptions.of(causal, window, scale, softcap, 0, False, tree)  # type: ignore[arg-type]
+        return registry.explain(caches.describe(CacheTensors.of(q, k, v, **tensors), given))
     options = Options.of(causal, window, scale, softcap, deterministic, max_seqlen_q, max_seqlen_k)
     return registry.explain(ops.describe(Tensors.of(q, k, v, **tensors), options))
 
