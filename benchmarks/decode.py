@@ -30,7 +30,6 @@ from torch.nn.functional import scaled_dot_product_attention
 import ioattn
 from ioattn import caches
 from ioattn.backends.triton import decoding, splits
-from ioattn.backends.triton.arguments import Matrix, Rows
 from ioattn.backends.triton.launch import gpu_of
 from ioattn.backends.triton.splits import CacheTiles
 from ioattn.caches import CacheTensors, DecodeOptions
@@ -186,14 +185,12 @@ def candidate(case: Case, example: CacheTensors, tiles: CacheTiles, number: int,
 
     def call(tensors: CacheTensors) -> Tensor:
         out, lse = torch.empty_like(tensors.q), torch.empty(tensors.q.shape[:3], device="cuda")
-        inputs, results = decoding.inputs_of(problem, tensors), (Matrix.of(out), Rows.of(lse, False))
-        if combine is None:
-            main((inputs, *results))
-            return out
-        partial = torch.empty(rows * number * case.dim, device="cuda")
-        partial_lse = torch.empty(rows * number, device="cuda")
-        main((inputs, partial, partial_lse))
-        combine((partial, partial_lse, *results, None))
+        inputs, partial = decoding.inputs_of(problem, tensors), None
+        if combine is not None:
+            partial = tuple(torch.empty(rows * number * size, device="cuda") for size in (case.dim, 1))
+        kernels = [main] if combine is None else [main, combine]
+        for kernel, arguments in zip(kernels, decoding.decode_arguments(inputs, out, lse, partial), strict=True):
+            kernel(arguments)
         return out
 
     return call

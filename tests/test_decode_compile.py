@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from test_triton_compile import GPUS, Kernel, compile_for, empty, gpu, machine_o
 
 from ioattn import caches
 from ioattn.backends.triton import decoding, splits
-from ioattn.backends.triton.arguments import Matrix, Rows
 from ioattn.caches import CacheTensors, DecodeOptions
 
 EVERYTHING = {"tree": True, "alibi": True, "sinks": True}
@@ -39,12 +37,12 @@ def kernels(sm: int, tensors: CacheTensors, options: DecodeOptions) -> Iterator[
     tiles = splits.choose(problem, gpu(sm))
     out, lse = torch.empty_like(tensors.q), empty(*tensors.q.shape[:3])
     main, combine = decoding.prepare_pieces(problem, tensors, out, gpu(sm), tiles, options.splits)
-    inputs, results = decoding.inputs_of(problem, tensors), (Matrix.of(out), Rows.of(lse, False))
-    target: tuple[Any, ...] = results if combine is None else (empty(16), empty(16))
+    partial = None if combine is None else (empty(16), empty(16))
+    given = decoding.decode_arguments(decoding.inputs_of(problem, tensors), out, lse, partial)
     bound = splits.shared_bytes(problem, tiles)
-    yield Kernel("decode", main, (inputs, *target, *main.constant), bound)
+    yield Kernel("decode", main, (*given[0], *main.constant), bound)
     if combine is not None:
-        yield Kernel("combine", combine, (*target, *results, inputs.sinks, *combine.constant), bound)
+        yield Kernel("combine", combine, (*given[1], *combine.constant), bound)
 
 
 @pytest.mark.parametrize("page", [None, 16, 64], ids=["contiguous", "page 16", "page 64"])

@@ -6,6 +6,7 @@ device reads them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,11 +24,10 @@ from ioattn.backends.triton.arguments import (
     is_wide,
     padded,
 )
+from ioattn.backends.triton.call import INTERPRETED, Arguments, Call, Prepared
 from ioattn.backends.triton.config import Gpu
 from ioattn.backends.triton.kernels.decode import append_kernel, combine_kernel, decode_kernel
 from ioattn.backends.triton.launch import (
-    INTERPRETED,
-    Prepared,
     constant_box,
     formula_of,
     gpu_of,
@@ -67,28 +67,53 @@ class Launch(Prepared):
 
 def decode(problem: Problem, tensors: CacheTensors, out: Tensor, lse: Tensor) -> None:
     """Write attention over the cache to `out` and its log-sum-exp to `lse`."""
-    gpu = gpu_of(problem.device)
-    key = ("decode", id(problem), *map(layout_of, (*tensors, out, lse)))
-    number, main, combine = remember(key, problem, lambda: prepare_decode(problem, tensors, out, gpu))
+    every = (*tensors, out, lse)
+
+    def prepare() -> tuple[int, Call]:
+        number, main, combine = prepare_decode(problem, tensors, out, gpu_of(problem.device))
+
+        def describe(x: Sequence[Any]) -> list[Arguments]:
+            inputs = inputs_of(problem, CacheTensors(*x[:-4]))
+            return decode_arguments(inputs, x[-4], x[-3], None if combine is None else (x[-2], x[-1]))
+
+        groups = [[main]] if combine is None else [[main], [combine]]
+        return number, Call(groups, describe, (*every, *_partial_results(problem, number)))
+
+    number, call = remember(("decode", id(problem), *map(layout_of, every)), problem, prepare)
     with launching_on(problem.device):
-        inputs = inputs_of(problem, tensors)
-        results = (Matrix.of(out), Rows.of(lse, False))
-        if combine is None:
-            main((inputs, *results))
-            return
-        rows = lse.numel()
-        partial = torch.empty(rows * number * problem.dim_v, dtype=torch.float32, device=problem.device)
-        partial_lse = torch.empty(rows * number, dtype=torch.float32, device=problem.device)
-        main((inputs, partial, partial_lse))
-        combine((partial, partial_lse, *results, inputs.sinks))
+        call((*every, *_partial_results(problem, number)))
 
 
 def append(problem: Problem, tensors: CacheTensors, k_new: Tensor, v_new: Tensor) -> None:
     """Write new rows behind the lengths of the cache, in place; a place that does not exist is not written."""
-    key = ("append", id(problem), *map(layout_of, (*tensors, k_new, v_new)))
-    prepared = remember(key, problem, lambda: prepare_append(problem, tensors, k_new, v_new))
+    every = (*tensors, k_new, v_new)
+
+    def prepare() -> Call:
+        def describe(x: Sequence[Any]) -> list[Arguments]:
+            return [(inputs_of(problem, CacheTensors(*x[:-2])), Matrix.of(x[-2]), Matrix.of(x[-1]))]
+
+        return Call([[prepare_append(problem, tensors, k_new, v_new)]], describe, every)
+
+    call = remember(("append", id(problem), *map(layout_of, every)), problem, prepare)
     with launching_on(problem.device):
-        prepared((inputs_of(problem, tensors), Matrix.of(k_new), Matrix.of(v_new)))
+        call(every)
+
+
+def decode_arguments(
+    inputs: CacheInputs, out: Tensor, lse: Tensor, partial: tuple[Tensor, Tensor] | None
+) -> list[Arguments]:
+    """The arguments that hold tensors of the kernel that attends, and with partial results of the one that combines."""
+    results = (Matrix.of(out), Rows.of(lse, False))
+    return [(inputs, *results)] if partial is None else [(inputs, *partial), (*partial, *results, inputs.sinks)]
+
+
+def _partial_results(problem: Problem, number: int) -> tuple[Tensor | None, Tensor | None]:
+    """Memory for the outputs and the LSE of all pieces, if there are several."""
+    if number == 1:
+        return None, None
+    rows = problem.batch * problem.heads * problem.len_q * number
+    out = torch.empty(rows * problem.dim_v, dtype=torch.float32, device=problem.device)
+    return out, torch.empty(rows, dtype=torch.float32, device=problem.device)
 
 
 def prepare_decode(
@@ -142,7 +167,7 @@ def inputs_of(problem: Problem, tensors: CacheTensors) -> CacheInputs:
         v=Matrix.of(tensors.v_cache),
         lengths=tensors.cache_seqlens.contiguous(),
         table=None if tensors.block_table is None else tensors.block_table.contiguous(),
-        tree=None if tree is None else Matrix.of(tree[:, None]),
+        tree=None if tree is None else Matrix(tree, tree.stride(0) * (len(tree) != 1), 0, *tree.stride()[1:]),
         slopes=None if tensors.alibi_slopes is None else tensors.alibi_slopes.contiguous(),
         sinks=None if tensors.sinks is None else tensors.sinks.contiguous(),
         lo=lo,
