@@ -50,8 +50,8 @@ MAX_PIECES = 256
 """The most pieces that the heuristic takes."""
 
 LARGE = CacheTiles(16, 128, 8, 3, beside=1)
-"""Where there is a head for every processor. On an H200, D 128, GQA 32/8: 4.26 TB/s of K and V at B16 N8192, with 64
-keys 4.18; at B64 N4096 4.46 and 4.38."""
+"""Where there is a head for every processor. On an H200, D 128, GQA 32/8: 4.35 TB/s of K and V at B16 N8192, with 64
+keys 4.12."""
 
 SEVERAL = LARGE._replace(turned=True)
 """8 tokens at B16 N8192: 3.88 TB/s, 3.80 not turned, 3.59 with 64 keys."""
@@ -60,13 +60,13 @@ SMALL = {
     (2, 64): CacheTiles(16, 128, 4, 3),
     (2, 128): CacheTiles(16, 64, 4, 3),
     (2, 256): CacheTiles(16, 32, 4, 3),
-    (4, 64): CacheTiles(8, 64, 4, 3, "tf32x3", registers=168, beside=3),
-    (4, 128): CacheTiles(8, 32, 4, 3, "tf32x3", registers=168, beside=3),
-    (4, 256): CacheTiles(8, 16, 4, 3, "tf32x3", registers=168, beside=3),
+    (4, 64): CacheTiles(16, 64, 4, 3, "tf32x3"),
+    (4, 128): CacheTiles(16, 32, 4, 3, "tf32x3"),
+    (4, 256): CacheTiles(16, 16, 4, 3, "tf32x3"),
 }
 """By element size and width, the larger one of D and Dv padded to a power of two: 32 KiB of K and V per stage. At D 128
-on an H200 4.17 TB/s at B1 N131072 in 32 pieces, and 14.2 us at B1 N8192, where 128 keys take 15.5. In float32, 168
-registers let three programs of 8 rows run side by side; in each, products wait for each other."""
+on an H200 4.22 TB/s at B1 N131072 in 32 pieces, and 13.9 us at B1 N8192, where 128 keys take 15.1. In float32, whose
+products wait for each other, 3.25 TB/s."""
 
 
 def choose(problem: Problem, gpu: Gpu | None) -> CacheTiles:
@@ -83,11 +83,9 @@ def choose(problem: Problem, gpu: Gpu | None) -> CacheTiles:
             tiles = SEVERAL if problem.len_q > 1 and gpu.family == "wgmma" else LARGE
         elif heads >= 1.8 * gpu.processors:
             # A tile of more keys in short pages takes many addresses. Two programs per processor, not three: 512 heads
-            # on 132 processors then end more evenly.
+            # on 132 processors then end more evenly, at 4.23 TB/s instead of 3.54.
             tiles = tiles._replace(num_stages=4)
     tiles = tiles._replace(q_tile=max(tiles.q_tile, min(MAX_ROWS, 1 << (rows - 1).bit_length())))
-    if tiles.q_tile > 8:
-        tiles = tiles._replace(registers=None, beside=min(2, tiles.beside))
     while shared_bytes(problem, tiles) > gpu.shared_memory and tiles.num_stages > 1:
         tiles = tiles._replace(num_stages=tiles.num_stages - 1)
     while shared_bytes(problem, tiles) > gpu.shared_memory and tiles.k_tile > 16:
