@@ -25,11 +25,13 @@ LAYERS = (
     {"integrations", "distributed", "bench"},
     {"__init__"},
     {"api"},
+    {"cache_ops"},
     {"ops"},
     {"registry"},
     {"backends"},
     {"io"},
     {"compose", "merge", "cases"},
+    {"caches"},
     {"problem"},
     {"scores", "masks"},
 )

@@ -1,9 +1,10 @@
 """The registered operators `ioattn::forward` and `ioattn::backward`, their fakes, and autograd around them.
 
-The only file that knows torch.library. Everything torch.compile sees is two opaque operators whose arguments are
-`Tensors`, then `Options`, then a backend's name. Run eagerly, autograd is a Function outside of the operator: 2.6 us
-per call where `register_autograd` costs 10.2. A compiler gets the same derivative through `register_autograd`, because
-it refuses a Function that receives one tensor twice. Real and fake outputs are allocated by the same code, here.
+With `cache_ops`, the only file that knows torch.library. Everything torch.compile sees is two opaque operators whose
+arguments are `Tensors`, then `Options`, then a backend's name. Run eagerly, autograd is a Function outside of the
+operator: 2.6 us per call where `register_autograd` costs 10.2. A compiler gets the same derivative through
+`register_autograd`, because it refuses a Function that receives one tensor twice. Real and fake outputs are allocated
+by the same code, here.
 
 What follows from shapes, strides and options alone (the checked Problem, its backend, the outputs' layout) is a
 `_Plan`, made once and looked up afterwards: 15 us less per call on a 2-core AVX-512 machine.
@@ -47,7 +48,7 @@ _library.define(
 def attend(tensors: Tensors, options: Options, backend: str | None) -> tuple[Tensor, Tensor]:
     """Attention of these inputs, under autocast and autograd where they apply."""
     needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    if not needs_grad and _is_plain(tensors):
+    if not needs_grad and is_plain(tensors):
         return _run_forward(tensors, options, backend)
     tensors = _autocast(tensors)
     if torch.compiler.is_compiling():
@@ -59,7 +60,7 @@ def attend(tensors: Tensors, options: Options, backend: str | None) -> tuple[Ten
     return _forward_op(*tensors, *options, backend)
 
 
-def _is_plain(tensors: Tensors) -> bool:
+def is_plain(tensors: tuple[Tensor | None, ...]) -> bool:
     """Whether nothing would look at the operator on its way, so that it need not be called: 3.5 us."""
     q, k, v = tensors[:3]
     return (
@@ -166,7 +167,7 @@ def _run_forward(tensors: Tensors, options: Options, backend: str | None) -> tup
     device = plan.problem.device
     out = torch.empty_strided(*plan.out, dtype=plan.problem.dtype, device=device)
     lse = torch.empty(plan.lse_shape, dtype=plan.problem.compute_dtype, device=device)
-    with _as_written(device.type):
+    with as_written(device.type):
         plan.backend.forward(plan.problem, tensors, out, lse)
     return out, lse
 
@@ -184,13 +185,13 @@ def _backward(*args: Any) -> tuple[Tensor, ...]:
     grads = _allocate_backward(tensors, want_dbias, want_dsinks)
     dq, dk, dv, dbias, dsinks = grads
     wanted = Gradients(dq, dk, dv, dbias if want_dbias else None, dsinks if want_dsinks else None)
-    with _as_written(plan.problem.device.type):
+    with as_written(plan.problem.device.type):
         backend = registry.choose(plan.problem, settings[1], backward=True)
         backend.backward(plan.problem, tensors, out, lse, dout, dlse, wanted)
     return grads
 
 
-def _as_written(device: str) -> AbstractContextManager[None]:
+def as_written(device: str) -> AbstractContextManager[None]:
     """Inside a backend autocast has no say: it would round the float32 products of softmax and sums."""
     return torch.autocast(device, enabled=False) if _is_autocast_enabled(device) else nullcontext()
 
@@ -214,19 +215,19 @@ def _allocate_forward(tensors: Tensors) -> tuple[Tensor, Tensor]:
     q, v = tensors.q, tensors.v
     rows = (q.shape[1], q.shape[0]) if tensors.cu_seqlens_q is not None else q.shape[:-1]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return _empty_in_order(q, v.shape[-1]), torch.empty(rows, dtype=dtype, device=q.device)
+    return empty_in_order(q, v.shape[-1]), torch.empty(rows, dtype=dtype, device=q.device)
 
 
 def _allocate_backward(tensors: Tensors, want_dbias: bool, want_dsinks: bool) -> tuple[Tensor, ...]:
-    dq, dk, dv = map(_empty_in_order, tensors[:3])
+    dq, dk, dv = map(empty_in_order, tensors[:3])
     absent = dq.new_empty((0,))
-    dbias = absent if tensors.bias is None or not want_dbias else _empty_in_order(tensors.bias)
-    dsinks = absent if tensors.sinks is None or not want_dsinks else _empty_in_order(tensors.sinks)
+    dbias = absent if tensors.bias is None or not want_dbias else empty_in_order(tensors.bias)
+    dsinks = absent if tensors.sinks is None or not want_dsinks else empty_in_order(tensors.sinks)
     # An operator may not return one tensor twice.
     return dq, dk, dv, dbias, absent.clone() if dsinks is dbias else dsinks
 
 
-def _empty_in_order(like: Tensor, columns: int | None = None) -> Tensor:
+def empty_in_order(like: Tensor, columns: int | None = None) -> Tensor:
     """Dense memory whose dimensions lie in the order of `like`'s, the last one innermost.
 
     The output of (B, N, H, D) data seen as (B, H, N, D) is then contiguous for whoever sees it as (B, N, H, D) again.

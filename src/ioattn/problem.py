@@ -49,11 +49,11 @@ class Tensors(NamedTuple):
     def of(cls, q: Tensor, k: Tensor, v: Tensor, **extras: Tensor | None) -> Tensors:
         """The inputs with bias and mask seen as 4-D; raises TypeError for what is no tensor."""
         for name, x in (("q", q), ("k", k), ("v", v)):
-            _check_tensor(name, x, "a torch.Tensor")
+            check_tensor(name, x, "a torch.Tensor")
         for name, extra in extras.items():
             if extra is None:
                 continue
-            _check_tensor(name, extra, "a torch.Tensor or None")
+            check_tensor(name, extra, "a torch.Tensor or None")
             if name in ("bias", "mask"):
                 if not 1 <= extra.dim() <= 4:
                     raise ValueError(f"{name} has {extra.dim()} dimensions; it must broadcast to (B, H, Nq, Nk)")
@@ -155,13 +155,37 @@ def _usual_options(causal: bool | Align, scale: float | None, softcap: float | N
 
 
 @dataclass(frozen=True)
+class Cache:
+    """How a decoding problem's keys lie: a cache that holds a length of its own for each sequence.
+
+    `page` is None for one stretch of memory per sequence, else the keys of a page; `appended` keys lie behind the given
+    lengths. `splits` is how many pieces the keys of a sequence are cut into, 0 for a backend's own choice. `tree` is
+    the number of ancestor matrices, 1 or the batch size, or None. `checked`: lengths and pages are checked on the host.
+    """
+
+    page: int | None = None
+    appended: int = 0
+    splits: int = 0
+    tree: int | None = None
+    checked: bool = False
+
+    def words(self) -> Iterator[str]:
+        """What it adds to a problem's one-line form."""
+        yield "cache" if self.page is None else f"cache(page {self.page})"
+        yield from (f"{name}={x}" for name, x in vars(self).items() if x and name in ("splits", "appended"))
+        if self.tree is not None:
+            yield "tree"
+
+
+@dataclass(frozen=True)
 class Problem:
     """Everything about a call but the numbers in its tensors: what a backend chooses, tunes and compiles for.
 
     `str(problem)` is one line. `band` is in the frame of `align`; `band_of` gives the band of one sequence. For packed
     inputs `batch` counts sequences and `len_q`, `len_k` are the longest lengths. `bias` and `mask` hold the sizes of
     the first three dimensions, 1 where broadcast. `alignment` is the largest power of two, up to 16 bytes, that divides
-    the start and every row of q, k and v; 0 where the last dimension is strided.
+    the start and every row of q, k and v; 0 where the last dimension is strided. With a `cache`, `len_k` is the longest
+    sequence that fits.
     """
 
     batch: int
@@ -185,6 +209,7 @@ class Problem:
     deterministic: bool = False
     precision: Precision | None = None
     alignment: int = 16
+    cache: Cache | None = None
 
     @classmethod
     def of(cls, tensors: Tensors, options: Options) -> Problem:
@@ -217,7 +242,7 @@ class Problem:
             packed=packed,
             deterministic=options.deterministic,
             precision=options.precision,
-            alignment=_alignment(q, k, v),
+            alignment=row_alignment(q, k, v),
         )
 
     @cached_property
@@ -265,6 +290,7 @@ class Problem:
         yield from (name for name, on in flags if on)
         if self.precision is not None:
             yield self.precision
+        yield from () if self.cache is None else self.cache.words()
 
 
 def check(tensors: Tensors) -> None:
@@ -283,7 +309,7 @@ def check(tensors: Tensors) -> None:
     elif k.shape[0] != q.shape[0]:
         raise ValueError(f"k has batch size {k.shape[0]}; it must have q's, {q.shape[0]}")
     for name, value in (("alibi_slopes", tensors.alibi_slopes), ("sinks", tensors.sinks)):
-        _check_per_head(name, value, q)
+        check_per_head(name, value, q)
     _check_per_score("bias", tensors.bias, tensors, (q.dtype, torch.float32))
     _check_per_score("mask", tensors.mask, tensors, (torch.bool,))
 
@@ -321,7 +347,8 @@ def _longest(given: int | None, offsets: Tensor) -> int:
     return int(offsets.diff().max()) if offsets.shape[0] > 1 else 0
 
 
-def _check_tensor(name: str, value: Any, kind: str) -> None:
+def check_tensor(name: str, value: Any, kind: str) -> None:
+    """Raise TypeError unless `value` is a strided tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}; it must be {kind}")
     if value.layout is not torch.strided or value.is_nested:
@@ -367,7 +394,8 @@ def _check_offsets_form(tensors: Tensors) -> None:
         )
 
 
-def _check_per_head(name: str, value: Tensor | None, q: Tensor) -> None:
+def check_per_head(name: str, value: Tensor | None, q: Tensor) -> None:
+    """Raise unless `value` is None or one number per head of q, on its device."""
     if value is None:
         return
     if not value.is_floating_point():
@@ -421,7 +449,8 @@ def _broadcast_sizes(value: Tensor | None) -> tuple[int, int, int] | None:
     return None if value is None else (value.shape[0], value.shape[1], value.shape[2])
 
 
-def _alignment(q: Tensor, k: Tensor, v: Tensor) -> int:
+def row_alignment(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """The largest power of two, up to 16 bytes, that divides the start and every row; 0 if columns are strided."""
     bits = 16
     for x in (q, k, v):
         if x.stride(-1) != 1 and x.shape[-1] != 1:

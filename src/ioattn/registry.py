@@ -12,6 +12,7 @@ from typing import Protocol, cast
 
 from torch import Tensor
 
+from ioattn.caches import CacheTensors
 from ioattn.problem import Gradients, Problem, Tensors
 
 MODULES = {
@@ -27,7 +28,8 @@ class Backend(Protocol):
     """What a backend module provides.
 
     One without a `backward` says so by `forward_only = True`: its `out` and `lse` are like any other backend's, so the
-    first of those that has one differentiates them.
+    first of those that has one differentiates them. One that objects to every problem with a cache needs no `decode`
+    and no `append`.
     """
 
     name: str
@@ -52,6 +54,12 @@ class Backend(Protocol):
         grads: Gradients,
     ) -> None:
         """Overwrite every element of every tensor in `grads`."""
+
+    def decode(self, problem: Problem, tensors: CacheTensors, out: Tensor, lse: Tensor) -> None:
+        """`forward` over a cache, for a problem that has one: overwrite every element of `out` and `lse`."""
+
+    def append(self, problem: Problem, tensors: CacheTensors, k_new: Tensor, v_new: Tensor) -> None:
+        """Write new rows behind the lengths of the cache, in place; a place that does not exist is not written."""
 
 
 class UnsupportedProblemError(ValueError):

@@ -20,13 +20,16 @@ attention, [B, Hk, G, rows, columns]; the keys and values of a group have G = 1 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ioattn import caches
+from ioattn.caches import CacheTensors
 from ioattn.compose import fold
+from ioattn.merge import merge
 from ioattn.problem import Gradients, Problem, Tensors
 
 name = "eager"
@@ -57,20 +60,77 @@ def forward(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> Non
         scores_of, v = _Scores(problem, tensors, seq), seq.view(tensors.v, seq.keys)
         out_rows, lse_rows = seq.view(out, seq.queries), seq.view_lse(lse)
         for rows in scores_of.query_tiles():
-            row_max, row_sum = scores_of.sink_or_nothing(rows)
-            acc = torch.zeros_like(out_rows[..., rows, :], dtype=problem.compute_dtype)
-            for cols in scores_of.key_tiles_for(rows):
-                _, scores, visible = scores_of.tile(rows, cols)
-                v_tile = v[..., cols, :].to(problem.compute_dtype)
-                new_max = torch.maximum(row_max, scores.amax(-1))
-                weights = torch.exp(scores - _or_zero(new_max)[..., None])
-                rescale = torch.exp(row_max - _or_zero(new_max))
-                row_sum = rescale * row_sum + weights.sum(-1)
-                acc = rescale[..., None] * acc + _masked_matmul(weights, visible, v_tile)
-                row_max = new_max
+            keys = scores_of.band.key_range(rows.start, rows.stop, scores_of.len_k)
+            acc, row_max, row_sum = _attend(scores_of, v, rows, keys, scores_of.sink_or_nothing(rows))
             # A row that saw no key has row_sum 0 (or only its sink's 1) and acc 0: out 0.
             out_rows[..., rows, :] = acc / torch.where(row_sum == 0, 1, row_sum)[..., None]
             lse_rows[..., rows] = row_max + row_sum.log()
+
+
+def _attend(
+    scores_of: _Scores, v: Tensor, rows: slice, keys: tuple[int, int], start: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The online softmax of a tile of queries over the keys `[keys[0], keys[1])`: acc, row_max and row_sum."""
+    dtype = scores_of.problem.compute_dtype
+    row_max, row_sum = start
+    acc = torch.zeros(*row_max.shape, v.shape[-1], dtype=dtype, device=v.device)
+    for cols in _slices(*keys, scores_of.tile_size):
+        _, scores, visible = scores_of.tile(rows, cols)
+        v_tile = v[..., cols, :].to(dtype)
+        new_max = torch.maximum(row_max, scores.amax(-1))
+        weights = torch.exp(scores - _or_zero(new_max)[..., None])
+        rescale = torch.exp(row_max - _or_zero(new_max))
+        row_sum = rescale * row_sum + weights.sum(-1)
+        acc = rescale[..., None] * acc + _masked_matmul(weights, visible, v_tile)
+        row_max = new_max
+    return acc, row_max, row_sum
+
+
+def decode(problem: Problem, tensors: CacheTensors, out: Tensor, lse: Tensor) -> None:
+    """`forward` of each sequence over its rows of the cache, in `num_splits` pieces that `merge` puts together."""
+    cache = problem.cache
+    assert cache is not None
+    for b, before in enumerate(tensors.cache_seqlens.tolist()):
+        length = before + cache.appended
+        k, v = caches.rows_of(tensors, b, length)
+        tree = tensors.tree_mask
+        tree = None if tree is None else _visible_nodes(tree[b % len(tree)], length)
+        mask = None if tree is None else (1, 1, problem.len_q)
+        single = replace(problem, batch=1, len_k=length, cache=None, mask=mask)
+        extras = {"mask": tree, "alibi_slopes": tensors.alibi_slopes, "sinks": tensors.sinks}
+        scores_of = _Scores(single, Tensors(tensors.q[b : b + 1], k, v, **extras), _dense(problem))
+        out_rows, lse_rows = (x[b : b + 1].unflatten(1, (problem.kv_heads, -1)) for x in (out, lse))
+        for rows in scores_of.query_tiles():
+            merged, lse_rows[..., rows] = _merged(scores_of, v.unflatten(1, (problem.kv_heads, -1)), rows, cache.splits)
+            out_rows[..., rows, :] = merged
+
+
+def append(problem: Problem, tensors: CacheTensors, k_new: Tensor, v_new: Tensor) -> None:
+    """Write new rows behind the lengths of the cache, in place."""
+    caches.append(tensors, k_new, v_new)
+
+
+def _merged(scores_of: _Scores, v: Tensor, rows: slice, splits: int) -> tuple[Tensor, Tensor]:
+    """The pieces of a tile of queries, each with its own row_max and row_sum; a sink is one more piece."""
+    start, end = scores_of.band.key_range(rows.start, rows.stop, scores_of.len_k)
+    size = -(-(end - start) // max(1, splits))
+    outs, lses = [], []
+    for piece in range(max(1, splits)):
+        keys = (min(start + piece * size, end), min(start + (piece + 1) * size, end))
+        acc, row_max, row_sum = _attend(scores_of, v, rows, keys, scores_of.nothing(rows))
+        outs.append(acc / torch.where(row_sum == 0, 1, row_sum)[..., None])
+        lses.append(row_max + row_sum.log())
+    if scores_of.problem.sinks:
+        outs.append(torch.zeros_like(outs[0]))
+        lses.append(scores_of.sinks.expand_as(lses[0]))
+    return merge(torch.stack(outs), torch.stack(lses))
+
+
+def _visible_nodes(tree: Tensor, length: int) -> Tensor:
+    """An ancestor matrix as a mask `(1, 1, Nq, length)`: every key before the last Nq is visible."""
+    nodes = tree.shape[0]
+    before = torch.ones(nodes, max(0, length - nodes), dtype=torch.bool, device=tree.device)
+    return torch.cat([before, tree[:, max(0, nodes - length) :]], 1)[None, None]
 
 
 def backward(
@@ -164,20 +224,23 @@ class _Scores:
 
     def sink_or_nothing(self, rows: slice) -> tuple[Tensor, Tensor]:
         """`row_max` and `row_sum` before the first key: a sink counts as one key whose value is zero."""
-        like = self.q[..., rows, 0]
-        row_max = torch.full(like.shape, -torch.inf, dtype=self.problem.compute_dtype, device=like.device)
+        row_max, row_sum = self.nothing(rows)
         if self.problem.sinks:
             row_max = row_max.maximum(self.sinks)
-        return row_max, (row_max != -torch.inf).to(row_max.dtype)
+            row_sum = (row_max != -torch.inf).to(row_max.dtype)
+        return row_max, row_sum
+
+    def nothing(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """`row_max` and `row_sum` of no key at all."""
+        like = self.q[..., rows, 0]
+        row_max = torch.full(like.shape, -torch.inf, dtype=self.problem.compute_dtype, device=like.device)
+        return row_max, torch.zeros_like(row_max)
 
     def query_tiles(self) -> Iterator[slice]:
         return _slices(0, self.len_q, self.tile_size)
 
     def key_tiles(self) -> Iterator[slice]:
         return _slices(0, self.len_k, self.tile_size)
-
-    def key_tiles_for(self, rows: slice) -> Iterator[slice]:
-        return _slices(*self.band.key_range(rows.start, rows.stop, self.len_k), self.tile_size)
 
     def query_tiles_for(self, cols: slice) -> Iterator[slice]:
         return _slices(*self.band.query_range(cols.start, cols.stop, self.len_q), self.tile_size)
@@ -242,7 +305,7 @@ class _Sequence:
 def _sequences(problem: Problem, tensors: Tensors) -> Iterator[_Sequence]:
     if not problem.packed:
         if 0 not in tensors.q.shape[:-1]:
-            yield _Sequence(problem.kv_heads, False, slice(None), slice(None))
+            yield _dense(problem)
         return
     assert tensors.cu_seqlens_q is not None
     assert tensors.cu_seqlens_k is not None
@@ -251,6 +314,10 @@ def _sequences(problem: Problem, tensors: Tensors) -> Iterator[_Sequence]:
         queries, keys = slice(starts_q[b], starts_q[b + 1]), slice(starts_k[b], starts_k[b + 1])
         if queries.start < queries.stop:
             yield _Sequence(problem.kv_heads, True, queries, keys)
+
+
+def _dense(problem: Problem) -> _Sequence:
+    return _Sequence(problem.kv_heads, False, slice(None), slice(None))
 
 
 def _slices(start: int, end: int, size: int) -> Iterator[slice]:

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ioattn import caches
 from ioattn.backends.cpu import jit
-from ioattn.backends.cpu.plan import Plan, plan_backward, plan_forward
+from ioattn.backends.cpu.plan import Plan, plan_backward, plan_decode, plan_forward
+from ioattn.caches import CacheTensors
 from ioattn.problem import Gradients, Problem, Tensors
 
 name = "cpu"
@@ -45,6 +47,26 @@ def forward(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> Non
         end = _ends(tensors)[0]
         out[end:] = 0
         lse[:, end:] = -torch.inf
+
+
+def decode(problem: Problem, tensors: CacheTensors, out: Tensor, lse: Tensor) -> None:
+    """Write attention over a cache to `out` and its log-sum-exp to `lse`."""
+    plan = _planned(problem, ("decode",), lambda: plan_decode(problem, lse.shape))
+    tree = tensors.tree_mask
+    optional = {
+        "table": None if tensors.block_table is None else tensors.block_table.contiguous(),
+        "tree": None if tree is None else tree[:, None],
+        "slopes": None if tensors.alibi_slopes is None else tensors.alibi_slopes.float().contiguous(),
+        "sinks": None if tensors.sinks is None else tensors.sinks.float().contiguous(),
+    }
+    inputs = {"q": tensors.q, "k": tensors.k_cache, "v": tensors.v_cache, "out": out, "lse": lse}
+    inputs["lengths"] = tensors.cache_seqlens.contiguous()
+    plan.run(inputs | {name: x for name, x in optional.items() if x is not None})
+
+
+def append(problem: Problem, tensors: CacheTensors, k_new: Tensor, v_new: Tensor) -> None:
+    """Write new rows behind the lengths of a cache, in place."""
+    caches.append(tensors, k_new, v_new)
 
 
 def backward(

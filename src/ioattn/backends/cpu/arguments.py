@@ -8,7 +8,7 @@ from typing import Any
 from ioattn.backends.cpu.ir import F32, I32, I64, PTR, Function, Type, Value
 from ioattn.backends.cpu.softmax import UNBOUNDED
 
-TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "bias", "mask", "dbias")
+TENSORS = ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "bias", "mask", "dbias", "tree")
 """Tensors with four strides: batch, head, row and column, in bytes."""
 
 STRIDES = ("batch", "head", "row", "col")
@@ -21,7 +21,20 @@ SCRATCH = (
 )  # fmt: skip
 """Regions of one thread's part of the workspace; their slots hold offsets in bytes."""
 
-POINTERS = (*TENSORS, "lse", "dlse", "sinks", "slopes", "dsinks", "starts_q", "starts_k", "workspace", "partial")
+POINTERS = (
+    *TENSORS,
+    "lse",
+    "dlse",
+    "sinks",
+    "slopes",
+    "dsinks",
+    "starts_q",
+    "starts_k",
+    "lengths",
+    "table",
+    "workspace",
+    "partial",
+)
 FLOATS = ("query_factor", "factor", "softcap", "scale", "key_gradient_factor", "one")
 NUMBERS = (
     "workspace_step",
@@ -31,6 +44,7 @@ NUMBERS = (
     "lse_batch", "lse_head", "dlse_batch", "dlse_head", "dlse_row",
     "blocks", "block_rows", "block_keys", "chunks", "chunk_keys", "batch_members", "head_members",
     "partial_batch", "partial_head", "partial_chunk",
+    "appended", "page", "table_row",
 )  # fmt: skip
 
 FIELDS = (
@@ -92,7 +106,8 @@ class Scratch:
 class Sequence:
     """One sequence of the batch: where its rows start, how many there are, and its band in one frame.
 
-    Dense inputs are sequences that start at row 0 of their own batch entry; packed ones share batch entry 0.
+    Dense inputs are sequences that start at row 0 of their own batch entry; packed ones share batch entry 0. Over a
+    cache the number of keys is read from its lengths.
     """
 
     def __init__(self, args: Arguments, index: Value):
@@ -106,6 +121,8 @@ class Sequence:
                 starts = getattr(args, f"starts_{side}") + index * 4
                 start.value = starts.load(I32).to(I64)
                 length.value = (starts + 4).load(I32).to(I64) - start.value
+        with f.when(args.given("lengths")):
+            bounds["k"][1].value = (args.lengths + index * 4).load(I32).to(I64) + args.appended
         self.batch = batch.value
         self.start_q, self.len_q = (x.value for x in bounds["q"])
         self.start_k, self.len_k = (x.value for x in bounds["k"])

@@ -8,25 +8,10 @@ from __future__ import annotations
 
 from ioattn.backends.cpu.ir import F16, F32, I1, I16, I32, I64, Function, Module, Type, Value, Variable
 from ioattn.backends.cpu.jit import Target
-from ioattn.backends.cpu.tiles import to_bfloat_bits
+from ioattn.backends.cpu.tiles import SIZES, read, to_bfloat_bits
 
-SIZES = {"fp32": 4, "fp16": 2, "bf16": 2, "bool": 1}
-"""Bytes of one element."""
-
-EXPONENT = 0x7F800000
-"""The exponent bits of fp32, all set in infinities and NaNs."""
-
-
-def read(f: Function, place: Value, dtype: str, lanes: int = 0) -> Value:
-    """One element, or `lanes` neighbours, as fp32."""
-    if dtype == "fp32":
-        return place.load(Type("float", lanes))
-    if dtype == "fp16":
-        return place.load(Type(F16.element, lanes)).to(F32)
-    if dtype == "bf16":
-        word = f.convert("zext", place.load(Type("i16", lanes)), Type("i32", lanes))
-        return (word << 16).bits(Type("float", lanes))
-    return f.select(place.load(Type("i8", lanes)).differs(0), f.constant(1.0, Type("float", lanes)), 0.0)
+EXPONENTS = {"fp32": (0x7F800000,), "bf16": (0x7F800000, 0x7F80), "fp16": (0x7C000000, 0x7C00)}
+"""The exponent bits of the numbers in a 32-bit word, all set in infinities and NaNs."""
 
 
 def write(f: Function, place: Value, dtype: str, x: Value, target: Target) -> None:
@@ -159,16 +144,15 @@ def interleave(module: Module, target: Target, name: str) -> Function:
     return f
 
 
-def find_nonfinite(module: Module, target: Target, name: str, paired: bool) -> Function:
-    """Set `found` to 1 if a row of fp32, or of words that hold bfloat16 pairs, has an infinity or a NaN, else to 0."""
+def find_nonfinite(module: Module, target: Target, name: str, dtype: str) -> Function:
+    """Set `found` to 1 if a row of `cols` 32-bit words, of one or two numbers, has an infinity or a NaN, else to 0."""
     f = module.function(name, "ptr src, i64 row, i64 rows, i64 cols, ptr found")
     a, lanes = f.args, target.lanes
     many = f.variable(f.constant(0, Type("i1", lanes)))
     single = f.variable(f.constant(0, I1))
 
     def look(seen: Variable, word: Value) -> None:
-        masks = (EXPONENT, EXPONENT >> 16) if paired else (EXPONENT,)
-        for mask in masks:
+        for mask in EXPONENTS[dtype]:
             seen.value = seen.value | (word & mask).equals(mask)
 
     whole = a.cols - a.cols % lanes

@@ -18,9 +18,10 @@ from torch import Tensor
 from ioattn.backends.cpu import jit, launch
 from ioattn.backends.cpu.arguments import FIELDS, SLOTS, STRIDES, TENSORS, fill
 from ioattn.backends.cpu.backward import backward
-from ioattn.backends.cpu.decode import STATE_WORDS, decode
+from ioattn.backends.cpu.decode import decode
 from ioattn.backends.cpu.forward import forward
 from ioattn.backends.cpu.jit import Target
+from ioattn.backends.cpu.rows import STATE_WORDS
 from ioattn.backends.cpu.softmax import Recipe
 from ioattn.backends.cpu.tiles import LOG2E, widest
 from ioattn.problem import DTYPES, Problem
@@ -31,6 +32,9 @@ _FAR = 2**40
 FORWARD_KEYS = 96
 BACKWARD_KEYS = 96
 """Keys per block: a tile of scores, in the backward two, stays in the first-level cache."""
+
+DECODE_KEYS = 512
+"""Keys per block over which few queries decode: long runs of keys and of values, which processors fetch ahead."""
 
 BLOCK_ROWS = 192
 """Queries per block: keys that were staged or paired once serve this many."""
@@ -209,7 +213,7 @@ def plan_forward(problem: Problem, lse: tuple[int, ...], bias: torch.dtype | Non
     target = _host()
     recipe = _recipe(problem, target, bias, dbias=False)
     if _prefers_decode(problem, recipe):
-        return _plan_decode(problem, lse, bias)
+        return plan_decode(problem, lse, bias)
     values = _common_values(problem, target, recipe)
     panel_rows = recipe.vectors * target.lanes
     panels = _block_panels(problem, panel_rows, problem.batch * problem.heads)
@@ -238,15 +242,17 @@ def plan_forward(problem: Problem, lse: tuple[int, ...], bias: torch.dtype | Non
     return Plan(problem, _address(forward, target, recipe), _block(values), tasks, scratch, _flops(problem))
 
 
-def _plan_decode(problem: Problem, lse: tuple[int, ...], bias: torch.dtype | None) -> Plan:
-    """The forward of a problem with few queries."""
-    target = _host()
+def plan_decode(problem: Problem, lse: tuple[int, ...], bias: torch.dtype | None = None) -> Plan:
+    """The forward of a problem with few queries, or with a cache."""
+    target, cache = _host(), problem.cache
     recipe = _recipe(problem, target, bias, dbias=False)
     whole = problem.dim % target.lanes == 0 and problem.dim_v % target.lanes == 0
-    staged = recipe.dtype != "fp32" or not whole or problem.alignment == 0
-    recipe = recipe._replace(vectors=1, paired=False, natural=True, staged=staged)
+    recipe = recipe._replace(vectors=1, paired=False, natural=True, staged=not whole or problem.alignment == 0)
+    if cache is not None:
+        tree = cache.tree is not None
+        recipe = recipe._replace(paged=cache.page is not None, tree=tree, mask=tree)
     values = _common_values(problem, target, recipe)
-    dim, dim_v, keys = values["dim_padded"], values["dim_v_padded"], FORWARD_KEYS
+    dim, dim_v, keys = values["dim_padded"], values["dim_v_padded"], DECODE_KEYS
     rows = problem.group * problem.len_q
     offsets, scratch = _regions(
         {
@@ -256,16 +262,16 @@ def _plan_decode(problem: Problem, lse: tuple[int, ...], bias: torch.dtype | Non
             "v_rows": keys * dim_v * 4 if recipe.staged else 0,
             "row_sum": 64,
             "out_rows": dim_v * 4,
-            **_score_regions(recipe, keys * 4),
+            # Masks are staged in whole vectors from any key on.
+            **_score_regions(recipe, (keys + target.lanes) * 4),
         }
     )
     pairs = problem.batch * problem.kv_heads
-    chunks, chunk_keys = _chunks(problem, pairs, keys)
+    chunks = cache.splits if cache is not None and cache.splits else _chunks(problem, pairs, keys)[0]
     chunk_bytes = rows * (dim_v + STATE_WORDS) * 4
     values |= {
         "block_keys": keys,
         "chunks": chunks,
-        "chunk_keys": chunk_keys,
         "partial_batch": pairs * 64,
         "partial_head": chunks * chunk_bytes,
         "partial_chunk": chunk_bytes,
@@ -273,6 +279,9 @@ def _plan_decode(problem: Problem, lse: tuple[int, ...], bias: torch.dtype | Non
         **_lse_strides(lse),
         **offsets,
     }
+    if cache is not None:
+        values |= {"appended": cache.appended, "page": cache.page or 0}
+        values["table_row"] = 0 if cache.page is None else 4 * (problem.len_k // cache.page)
     partial = _padded(pairs * (64 + chunks * chunk_bytes), 64)
     address = _address(decode, target, recipe)
     return Plan(problem, address, _block(values), pairs * chunks, scratch, _flops(problem), 1, partial, pairs * 64)

@@ -28,7 +28,8 @@ class Recipe(NamedTuple):
 
     `vectors` is the width of a query panel. `paired` products read bfloat16 as it is, others fp32; `staged` copies keys
     and values to scratch first, because of their type or their strides. Scores are in `natural` units, or carry log2(e)
-    from the start: that saves an instruction, costs the last bit and has no room for a bias of -3.4e38.
+    from the start: that saves an instruction, costs the last bit and has no room for a bias of -3.4e38. Keys of a cache
+    may be `paged`; a `tree` is a mask of its last keys.
     """
 
     dtype: str
@@ -40,6 +41,8 @@ class Recipe(NamedTuple):
     bias: str | None = None
     mask: bool = False
     dbias: bool = False
+    paged: bool = False
+    tree: bool = False
 
     @property
     def formula(self) -> Formula:

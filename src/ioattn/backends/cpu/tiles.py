@@ -13,13 +13,17 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from ioattn.backends.cpu.ir import BF16, F32, I16, I32, Function, Module, Type, Value, Variable
+from ioattn.backends.cpu.ir import BF16, F16, F32, I16, I32, Function, Module, Type, Value, Variable
 from ioattn.backends.cpu.jit import Target
 
 LOG2E = math.log2(math.e)
 LN2 = math.log(2.0)
 NEGATIVE_ZERO = -(2**31)
 """The bits of -0.0, as an int32."""
+
+
+SIZES = {"fp32": 4, "fp16": 2, "bf16": 2, "bool": 1}
+"""Bytes of one element."""
 
 
 class Tile(NamedTuple):
@@ -43,13 +47,34 @@ def widest(target: Target) -> int:
     return max(_TILES[target.lanes])
 
 
+_ROW_TILES = {16: ((2, 8), (4, 4), (4, 2), (4, 1)), 8: ((2, 4), (4, 2), (4, 1)), 4: ((2, 8), (4, 4), (4, 2), (4, 1))}
+
+
+def row_tiles(target: Target) -> list[Tile]:
+    """Register tiles for rows that come from memory, widest first: whole rows where registers hold them."""
+    return [Tile(*sizes) for sizes in _ROW_TILES[target.lanes]]
+
+
 class Layout(NamedTuple):
-    """Strides in bytes that are known when the kernel is built; None is a run-time argument."""
+    """Strides in bytes that are known when the kernel is built, None is a run-time argument; and the type of B."""
 
     a_row: int | None = None
     a_step: int | None = None
     b_step: int | None = None
     c_row: int | None = None
+    lanes: str = "fp32"
+
+
+def read(f: Function, place: Value, dtype: str, lanes: int = 0) -> Value:
+    """One element, or `lanes` neighbours, as fp32."""
+    if dtype == "fp32":
+        return place.load(Type("float", lanes))
+    if dtype == "fp16":
+        return place.load(Type(F16.element, lanes)).to(F32)
+    if dtype == "bf16":
+        word = f.convert("zext", place.load(Type("i16", lanes)), Type("i32", lanes))
+        return (word << 16).bits(Type("float", lanes))
+    return f.select(place.load(Type("i8", lanes)).differs(0), f.constant(1.0, Type("float", lanes)), 0.0)
 
 
 def product(
@@ -60,10 +85,8 @@ def product(
     start: "zero" overwrites C, "add" adds to it, "rescale" multiplies it by the vectors at `factors` first.
     guard: which operand holds the weights that are skipped where they are -0.0: "a", "b" or none.
     """
-    f = module.function(
-        name,
-        ("ptr a, i64 a_row, i64 a_step, ptr b, i64 b_step, ptr c, i64 c_row, i64 count, i64 depth, ptr factors"),
-    )
+    arguments = "ptr a, i64 a_row, i64 a_step, ptr b, i64 b_step, ptr c, i64 c_row, i64 count, i64 depth, ptr factors"
+    f = module.function(name, arguments)
     emit = _Product(f, target, layout, start, paired, guard)
     first: Value | int = 0
     # Row by row only where the skipping costs more than the rows.
@@ -81,12 +104,13 @@ class _Product:
 
     def __init__(self, f: Function, target: Target, layout: Layout, start: str, paired: bool, guard: str):
         self.f, self.start, self.paired, self.guard = f, start, paired, guard
+        self.lanes = layout.lanes
         self.vector = Type("float", target.lanes)
         self.size = 4 * target.lanes
         args = f.args
         self.a_row, self.a_step, self.b_step, self.c_row = (
             run_time if known is None else f.constant(known)
-            for known, run_time in zip(layout, (args.a_row, args.a_step, args.b_step, args.c_row), strict=True)
+            for known, run_time in zip(layout[:4], (args.a_row, args.a_step, args.b_step, args.c_row), strict=True)
         )
 
     def tile(self, row: Value, tile: Tile) -> None:
@@ -106,7 +130,8 @@ class _Product:
 
     def _step(self, a: Variable, b: Variable, acc: list[Variable], tile: Tile) -> None:
         f, a_at, b_at = self.f, a.value, b.value
-        lanes = [(b_at + v * self.size).load(self.vector) for v in range(tile.vectors)]
+        step = SIZES[self.lanes] * self.vector.lanes
+        lanes = [read(f, b_at + v * step, self.lanes, self.vector.lanes) for v in range(tile.vectors)]
         for r in range(tile.rows):
             broadcast = f.constant((a_at + self.a_row * r).load(F32), self.vector)
             for v in range(tile.vectors):

@@ -44,6 +44,7 @@ def objections(problem: Problem) -> list[str]:
     if torch.cuda.get_device_capability(device) != (9, 0):
         return [f"{torch.cuda.get_device_name(device)} is no Hopper GPU (compute capability 9.0)"]
     reasons = {
+        "has no kernels for a key/value cache": problem.cache is not None,
         f"dtype is {DTYPES[problem.dtype]}; takes fp16 and bf16": problem.dtype not in (torch.float16, torch.bfloat16),
         f"head dimension is {max(problem.dim, problem.dim_v)}; takes up to 256": max(problem.dim, problem.dim_v) > 256,
         f"value dimension is {problem.dim_v}; the copy engine stores multiples of 8": problem.dim_v % 8 != 0,

@@ -13,6 +13,7 @@ import math
 import torch
 from torch import Tensor
 
+from ioattn.caches import CacheTensors
 from ioattn.problem import DTYPES, Gradients, Problem, Tensors
 
 name = "triton"
@@ -74,6 +75,20 @@ def backward(
     from ioattn.backends.triton import launch
 
     launch.backward(problem, tensors, out, lse, dout, dlse, grads)
+
+
+def decode(problem: Problem, tensors: CacheTensors, out: Tensor, lse: Tensor) -> None:
+    """Write attention over a cache to `out` and its log-sum-exp to `lse`."""
+    from ioattn.backends.triton import decoding
+
+    decoding.decode(problem, tensors, out, lse)
+
+
+def append(problem: Problem, tensors: CacheTensors, k_new: Tensor, v_new: Tensor) -> None:
+    """Write new rows behind the lengths of a cache, in place."""
+    from ioattn.backends.triton import decoding
+
+    decoding.append(problem, tensors, k_new, v_new)
 
 
 def _device_objections(problem: Problem) -> list[str]:

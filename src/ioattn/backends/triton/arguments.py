@@ -152,3 +152,67 @@ def is_wide(*matrices: Matrix) -> bool:
 def padded(size: int) -> int:
     """The power of two, at least 16, that a tile of `size` columns fills."""
     return max(16, 1 << (size - 1).bit_length())
+
+
+class CacheInputs(NamedTuple):
+    """The tensors of `caches.CacheTensors`, and the numbers that may be absent; lo and hi are `encoded`.
+
+    `k` and `v` are caches: their batch is a page, or without a table a sequence.
+    """
+
+    q: Matrix
+    k: Matrix
+    v: Matrix
+    lengths: Scalar
+    table: Scalar
+    tree: Matrix | None
+    slopes: Scalar
+    sinks: Scalar
+    lo: Scalar
+    hi: Scalar
+    softcap: Scalar
+    end: None = None
+    """Always absent. Triton 3.6 loses a constant in an inner tuple, as a stride of 1 is one, when the outer tuple is
+    carried into a loop, unless a later field of the outer one is a constant, too."""
+
+
+class CacheNumbers(NamedTuple):
+    """What a decoding kernel is told at run time: a new value compiles nothing, as integers are `encoded`.
+
+    `columns` is the width of the block table; `tiles` is how many tiles of rows a head has, or, in the kernel that
+    combines pieces, how many tiles of columns a row of the output has.
+    """
+
+    kv_heads: Scalar
+    len_q: Scalar
+    capacity: Scalar
+    pages: Scalar
+    columns: Scalar
+    appended: Scalar
+    pieces: Scalar
+    tiles: Scalar
+    scale: Scalar
+
+
+class CacheForm(NamedTuple):
+    """What a decoding kernel is compiled for; V is a tile of pieces where pieces are combined."""
+
+    Q: Box
+    K: Box
+    V: Box
+    EDGE_K: Box
+    EDGE_V: Box
+    """Tiles at the edges of what the rows see."""
+    GROUP: int
+    SEVERAL: bool
+    """Several tokens, so that a key may be visible to some rows and hidden from others."""
+    PAGE: int
+    """Keys of a page; 0 without a block table."""
+    SPLIT: bool
+    LATE: bool
+    TURNED: bool
+    """Tiles of scores are [keys, rows], not [rows, keys]."""
+    EARLY: bool
+    """The kernel that combines the pieces starts early, and waits on the device."""
+    PRECISION: str
+    UPCAST: bool

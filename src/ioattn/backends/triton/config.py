@@ -35,6 +35,8 @@ class Gpu(NamedTuple):
     """Compute capability; (0, 0) for other makes."""
     shared_memory: int
     """Bytes that one program may use."""
+    processors: int = 132
+    """Streaming multiprocessors, or what another make has in their place."""
 
     @property
     def family(self) -> Family:

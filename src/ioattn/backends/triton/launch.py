@@ -72,8 +72,8 @@ def forward(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> Non
         kernels = prepare_forward(problem, tensors, out, gpu_of(problem.device))
         return Call([kernels], describe, (*every, _room_for_tops(problem, [kernels])))
 
-    call = _remember(("forward", id(problem), *map(_layout, every)), problem, prepare)
-    with _on(problem.device):
+    call = remember(("forward", id(problem), *map(layout_of, every)), problem, prepare)
+    with launching_on(problem.device):
         call((*every, tops_of(problem, tensors, call.groups)))
 
 
@@ -101,8 +101,8 @@ def backward(
         before = Call(steps[:-1], lambda x: describe(x)[:-1], example)
         return before, Call([steps.bias], lambda x: describe(x)[-1:], example)
 
-    before, bias_gradient = _remember(("backward", id(problem), *map(_layout, every)), problem, prepare)
-    with _on(problem.device):
+    before, bias_gradient = remember(("backward", id(problem), *map(layout_of, every)), problem, prepare)
+    with launching_on(problem.device):
         if grads.dbias is not None:
             # The walk over keys leaves out what the band hides.
             grads.dbias.zero_()
@@ -125,7 +125,7 @@ def prepare_forward(problem: Problem, tensors: Tensors, out: Tensor, gpu: Gpu | 
     """The kernels that overwrite `out` and the LSE."""
     wide = _is_wide(problem, tensors, (out,))
     tiles, count, numbers, form = _launch(problem, tensors, "forward", wide, gpu)
-    constant = (numbers, form, _formula(problem.terms).step)
+    constant = (numbers, form, formula_of(problem.terms).step)
     kernels = (forward_kernel, repair_forward_kernel)
     return _with_repair(problem, kernels, count * problem.heads, constant, tiles)
 
@@ -157,7 +157,7 @@ def prepare_backward(
 ) -> Steps:
     """The kernels that overwrite delta, dK and dV, dQ, and the bias's gradient."""
     wide = _is_wide(problem, tensors, (out, dout, *grads[:3]))
-    formula = _formula(problem.terms)
+    formula = formula_of(problem.terms)
     tiles, count, numbers, form = _launch(problem, tensors, "delta", wide, gpu)
     programs = count * problem.heads * (1 if problem.packed else problem.batch)
     delta = [Prepared(delta_kernel, programs, (numbers, form), tiles)]
@@ -213,7 +213,7 @@ def _prepare_bias(problem: Problem, tensors: Tensors, wide: bool, gpu: Gpu | Non
     repeats = Repeats(*map(encoded, counts))
     numbers = numbers._replace(tiles=encoded(own_tiles))
     programs = _count(problem.len_k, tiles.k_tile) * own_tiles * heads * batches * counts[-1]
-    return Prepared(bias_kernel, programs, (repeats, numbers, form, _formula(problem.terms).step, rows == 1), tiles)
+    return Prepared(bias_kernel, programs, (repeats, numbers, form, formula_of(problem.terms).step, rows == 1), tiles)
 
 
 def _bias_parts(problem: Problem, gpu: Gpu | None) -> int:
@@ -307,7 +307,7 @@ def _inputs(problem: Problem, tensors: Tensors, tops: Tensor | None) -> Inputs:
     packed = problem.packed
     qkv = (Matrix.of(q, packed), Matrix.of(k, packed), Matrix.of(v, packed))
     per_head = (_in_a_row(slopes), _in_a_row(sinks), _in_a_row(starts_q), _in_a_row(starts_k))
-    lo, hi = _limits(problem)
+    lo, hi = limits_of(problem)
     softcap = None if problem.softcap is None else float(problem.softcap)
     return Inputs(*qkv, Matrix.maybe(bias), Matrix.maybe(mask), *per_head, lo, hi, softcap, tops)
 
@@ -317,7 +317,7 @@ def _in_a_row(x: Tensor | None) -> Tensor | None:
     return x if x is None or x.stride(0) == 1 else x.contiguous()
 
 
-def _limits(problem: Problem) -> tuple[int | None, int | None]:
+def limits_of(problem: Problem) -> tuple[int | None, int | None]:
     """The band's lo and hi, encoded."""
     band = problem.band
     # No offset is farther out than this, so that sums with these limits stay within 32 bits.
@@ -345,10 +345,10 @@ def _numbers(problem: Problem, tensors: Tensors, heads: int, tiles: int) -> Numb
 def _form(problem: Problem, tiles: Tiles, wide: bool) -> Form:
     d, dv = (problem.dim, padded(problem.dim), wide), (problem.dim_v, padded(problem.dim_v), wide)
     return Form(
-        Q=_constant(Box(tiles.q_tile, *d)),
-        K=_constant(Box(tiles.k_tile, *d)),
-        V=_constant(Box(tiles.k_tile, *dv)),
-        OUT=_constant(Box(tiles.q_tile, *dv)),
+        Q=constant_box(Box(tiles.q_tile, *d)),
+        K=constant_box(Box(tiles.k_tile, *d)),
+        V=constant_box(Box(tiles.k_tile, *dv)),
+        OUT=constant_box(Box(tiles.q_tile, *dv)),
         GROUP=problem.group,
         BOTTOM_RIGHT=problem.align == "bottom-right",
         LATE=not problem.terms and not problem.sinks and problem.scale > 0,
@@ -356,7 +356,7 @@ def _form(problem: Problem, tiles: Tiles, wide: bool) -> Form:
     )
 
 
-def _constant(box: Box) -> Any:
+def constant_box(box: Box) -> Any:
     """A part of a constant is a constant of its own to Triton's compiler; its interpreter knows no constants."""
     return box if INTERPRETED else tl.constexpr(Box(*map(tl.constexpr, box)))
 
@@ -370,7 +370,8 @@ def _is_wide(problem: Problem, tensors: Tensors, others: Sequence[Tensor]) -> bo
 
 
 @lru_cache
-def _formula(terms: tuple[Term, ...]) -> Formula:
+def formula_of(terms: tuple[Term, ...]) -> Formula:
+    """The score terms as Triton functions."""
     return fold(terms, {"tanh": tanh}, _compiled)
 
 
@@ -398,7 +399,7 @@ class _Memory(NamedTuple):
 _memories: dict[Any, _Memory] = {}
 
 
-def _remember(key: Any, problem: Problem, make: Callable[[], T]) -> T:
+def remember(key: Any, problem: Problem, make: Callable[[], T]) -> T:
     """What `make` made for this key, which contains the id of the problem."""
     memory = _memories.get(key)
     if memory is None:
@@ -409,7 +410,7 @@ def _remember(key: Any, problem: Problem, make: Callable[[], T]) -> T:
     return value
 
 
-def _layout(x: Tensor | None) -> Any:
+def layout_of(x: Tensor | None) -> Any:
     """All that a compiled kernel takes for granted of a tensor that the problem does not say."""
     return x if x is None else (x.stride(), x.data_ptr() & 15)
 
@@ -419,15 +420,15 @@ def gpu_of(device: torch.device) -> Gpu | None:
     """What tiles are chosen for; None in the interpreter."""
     if INTERPRETED:
         return None
-    shared_memory = triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"]
+    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
     capability = (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
-    return Gpu(capability, shared_memory)
+    return Gpu(capability, properties["max_shared_mem"], properties["multiprocessor_count"])
 
 
 _nothing: AbstractContextManager[None] = nullcontext()
 
 
-def _on(device: torch.device) -> Any:
+def launching_on(device: torch.device) -> Any:
     """Triton launches on the current device: make it the tensors'."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _nothing

@@ -1,0 +1,435 @@
+"""Decoding: a program walks over one piece of the keys of one key/value head, for all queries that read them.
+
+Reads like `eager.decode`. A tile of scores is [rows, keys], or turned around, [keys, rows], where tensor cores take
+at least 64 rows of a first operand: keys are many, and K and V then never pass through registers.
+ The query heads of a group, times the new tokens, are the rows of one tile, so that K and V
+are read once. A row of the tile is `token * GROUP + member`. Pieces leave normalised partial outputs and their LSE in
+float32; `combine_kernel` is `merge.merge`, with the sink as one more piece.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from ioattn.backends.triton.arguments import CacheNumbers
+from ioattn.backends.triton.kernels.products import dot, only_finite
+from ioattn.backends.triton.kernels.tiles import EDGE, EXACT, FULL, INF, LOG2E, device, is_finite, or_zero, row_at
+
+
+class Piece(NamedTuple):
+    """One piece of the keys of one sequence and head, and the tile of rows that attends to it.
+
+    token and head say what each row is. `bad` holds where the length is none that the cache can have.
+    """
+
+    batch: Any
+    kv_head: Any
+    number: Any
+    first_row: Any
+    token: Any
+    head: Any
+    len_k: Any
+    shift: Any
+    bad: Any
+
+
+class Walk(NamedTuple):
+    """Keys of a piece: `[start, full_start)` and `[full_end, end)` have hidden scores, those between have none.
+
+    `start` is the start of a tile; keys before `first` are hidden from every row.
+    """
+
+    first: Any
+    start: Any
+    full_start: Any
+    full_end: Any
+    end: Any
+
+
+@triton.jit
+def decode_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.constexpr):
+    """Overwrite the rows of one tile for one piece: of `out` and `lse` themselves, or of the partial results."""
+    if form.EARLY:
+        # This program may have been set up before the kernel in front of it ended; so may be the one behind it.
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    numbers = decoded(numbers)
+    piece = piece_of(inputs, numbers, form)
+    walk = walk_of(piece, inputs, numbers, form)
+    q_tile = load_rows_of_q(piece, inputs, numbers, form)
+    if form.TURNED:
+        q_tile = tl.trans(q_tile)
+    row_max = tl.full((form.Q.ROWS,), -INF, tl.float32)
+    if inputs.sinks is not None and not form.SPLIT:
+        row_max = tl.zeros_like(row_max) + tl.load(inputs.sinks + piece.head).to(tl.float32)
+    row_sum = (row_max != -INF).to(tl.float32)
+    if form.TURNED:
+        acc = tl.zeros((form.V.WIDTH, form.Q.ROWS), tl.float32)
+    else:
+        acc = tl.zeros((form.Q.ROWS, form.V.WIDTH), tl.float32)
+    page = page_at(walk.full_start, piece, inputs, numbers, form.K, form)
+    for k_start in range(walk.full_start, walk.full_end, form.K.ROWS):
+        row_max, row_sum, acc = attend(
+            row_max, row_sum, acc, q_tile, page, k_start, walk, piece, inputs, numbers, form, step, FULL
+        )
+        # A tile ahead, so that nobody waits for it.
+        page = page_at(k_start + form.K.ROWS, piece, inputs, numbers, form.K, form)
+    TILE: tl.constexpr = form.EDGE_K.ROWS
+    edges_before = (walk.full_start - walk.start) // TILE
+    edges = edges_before + (walk.end - walk.full_end + TILE - 1) // TILE
+    for edge in tl.range(edges, num_stages=1):
+        k_start = walk.start + edge * TILE
+        if edge >= edges_before:
+            k_start = walk.full_end + (edge - edges_before) * TILE
+        edge_page = page_at(k_start, piece, inputs, numbers, form.EDGE_K, form)
+        row_max, row_sum, acc = attend(
+            row_max, row_sum, acc, q_tile, edge_page, k_start, walk, piece, inputs, numbers, form, step, EDGE
+        )
+    row_sum = tl.where(piece.bad, float("nan"), row_sum)
+    store_results(row_max, row_sum, acc, out, lse, piece, numbers, form)
+
+
+@device
+def decoded(numbers):
+    """The numbers themselves: see `arguments.encoded`."""
+    return CacheNumbers(
+        numbers.kv_heads >> 2,
+        numbers.len_q >> 2,
+        numbers.capacity >> 2,
+        numbers.pages >> 2,
+        numbers.columns >> 2,
+        numbers.appended >> 2,
+        numbers.pieces >> 2,
+        numbers.tiles >> 2,
+        numbers.scale,
+    )
+
+
+@device
+def piece_of(inputs, numbers, form: tl.constexpr):
+    """What this program does. Neighbours share keys and values: first the tiles of rows, then the pieces of a head."""
+    program = tl.program_id(0)
+    first_row = program % numbers.tiles * form.Q.ROWS
+    at = program // numbers.tiles
+    number = at % numbers.pieces
+    at = at // numbers.pieces
+    kv_head = (at % numbers.kv_heads).to(tl.int64)
+    batch = (at // numbers.kv_heads).to(tl.int64)
+    row = first_row + tl.arange(0, form.Q.ROWS)
+    before = tl.load(inputs.lengths + batch)
+    bad = (before < 0) | (before > numbers.capacity - numbers.appended)
+    len_k = tl.where(bad, 0, before + numbers.appended)
+    head = kv_head.to(tl.int32) * form.GROUP + row % form.GROUP
+    return Piece(batch, kv_head, number, first_row, row // form.GROUP, head, len_k, len_k - numbers.len_q, bad)
+
+
+@device
+def walk_of(piece, inputs, numbers, form: tl.constexpr):
+    """`Band.key_range` and `Band.full_key_range` of the tile's tokens in whole tiles of keys, cut to the piece."""
+    first = piece.first_row // form.GROUP
+    last = tl.minimum((piece.first_row + form.Q.ROWS - 1) // form.GROUP, numbers.len_q - 1)
+    n = piece.len_k
+    start = n * 0
+    full_start = n * 0
+    end = n
+    full_end = n
+    if inputs.lo is not None:
+        start = tl.minimum(tl.maximum(first + piece.shift + (inputs.lo >> 2), 0), n)
+        full_start = tl.minimum(tl.maximum(last + piece.shift + (inputs.lo >> 2), 0), n)
+    if inputs.hi is not None:
+        end = tl.minimum(tl.maximum(last + piece.shift + (inputs.hi >> 2) + 1, 0), n)
+        full_end = tl.minimum(tl.maximum(first + piece.shift + (inputs.hi >> 2) + 1, 0), n)
+    if inputs.tree is not None:
+        full_end = tl.minimum(full_end, tl.maximum(piece.shift, 0))
+    TILE: tl.constexpr = form.K.ROWS
+    first_key = start
+    start = start // TILE * TILE
+    tiles = tl.maximum(end - start + TILE - 1, 0) // TILE
+    share = (tiles + numbers.pieces - 1) // numbers.pieces * TILE
+    start = start + piece.number * share
+    end = tl.maximum(tl.minimum(end, start + share), start)
+    full_start = tl.minimum(tl.maximum((full_start + TILE - 1) // TILE * TILE, start), start + share)
+    full_end = tl.minimum(full_end // TILE * TILE, start + share)
+    none_full = (full_end <= full_start) | (end <= start)
+    full_start = tl.where(none_full, start, full_start)
+    full_end = tl.where(none_full, start, full_end)
+    return Walk(first_key, start, full_start, full_end, end)
+
+
+@device
+def load_rows_of_q(piece, inputs, numbers, form: tl.constexpr):
+    """The queries of all rows."""
+    q = inputs.q
+    first = q.ptr + piece.batch * q.batch
+    rows = piece.head.to(tl.int64) * q.head + piece.token.to(tl.int64) * q.row
+    column = tl.arange(0, form.Q.WIDTH)
+    exists = (piece.token < numbers.len_q)[:, None] & (column < form.Q.COLUMNS)[None, :]
+    return tl.load(first + rows[:, None] + column[None, :] * q.column, mask=exists, other=0.0)  # [ROWS, WIDTH]
+
+
+@device
+def page_at(k_start, piece, inputs, numbers, box: tl.constexpr, form: tl.constexpr):
+    """Where the keys from `k_start` on lie: one page, or where pages are shorter than a tile one for each key.
+
+    Without a table a sequence is a page. Past the end of the sequence: -1, a page that does not exist.
+    """
+    page = piece.batch
+    if form.PAGE != 0:
+        columns = inputs.table + piece.batch * numbers.columns
+        if form.PAGE >= box.ROWS:
+            page = tl.load(columns + k_start // form.PAGE, mask=k_start < piece.len_k, other=-1).to(tl.int64)
+        else:
+            key = k_start + tl.arange(0, box.ROWS)
+            page = tl.load(columns + key // form.PAGE, mask=key < piece.len_k, other=-1).to(tl.int64)
+    return page
+
+
+@device
+def load_keys_of(
+    matrix, page, k_start, walk, piece, numbers, box: tl.constexpr, form: tl.constexpr, KIND: tl.constexpr
+):
+    """A tile of keys or values; what no row sees is not read and 0, a page that does not exist is read as page 0."""
+    row = tl.arange(0, box.ROWS)
+    column = tl.arange(0, box.WIDTH)[None, :]
+    head = matrix.ptr + piece.kv_head * matrix.head
+    if form.PAGE == 0:
+        first = head + page * matrix.batch + tl.cast(k_start, tl.int64) * matrix.row
+        if box.WIDE:
+            pointers = first + (row.to(tl.int64)[:, None] * matrix.row + column.to(tl.int64) * matrix.column)
+        else:
+            pointers = first + (row[:, None] * matrix.row + column * matrix.column)
+    else:
+        page = tl.where((page >= 0) & (page < numbers.pages), page, 0)
+        if form.PAGE >= box.ROWS:
+            first = head + page * matrix.batch + tl.cast(k_start % form.PAGE, tl.int64) * matrix.row
+            pointers = first + (row[:, None] * matrix.row + column * matrix.column)
+        else:
+            inside = (row % form.PAGE).to(tl.int64) * matrix.row
+            pointers = (head + (page * matrix.batch + inside))[:, None] + column * matrix.column
+    exists = None
+    other = None
+    if KIND != FULL:
+        exists = ((k_start + row >= walk.first) & (k_start + row < walk.end))[:, None]
+        other = 0.0
+        if box.COLUMNS != box.WIDTH:
+            exists = exists & (column < box.COLUMNS)
+    elif box.COLUMNS != box.WIDTH:
+        exists = column < box.COLUMNS
+        other = 0.0
+    return tl.load(pointers, mask=exists, other=other)  # [K, WIDTH]
+
+
+@device
+def attend(
+    row_max, row_sum, acc, q_tile, page, k_start, walk, piece, inputs, numbers, form: tl.constexpr, step: tl.constexpr,
+    KIND: tl.constexpr,
+):  # fmt: skip
+    """The online softmax over one tile of keys."""
+    K: tl.constexpr = form.K if KIND == FULL else form.EDGE_K
+    V: tl.constexpr = form.V if KIND == FULL else form.EDGE_V
+    k_tile = load_keys_of(inputs.k, page, k_start, walk, piece, numbers, K, form, KIND)
+    v_tile = load_keys_of(inputs.v, page, k_start, walk, piece, numbers, V, form, KIND)
+    token = along_rows(piece.token, form)
+    col = k_start + along_keys(tl.arange(0, K.ROWS), form)
+    scores = dot(k_tile, q_tile, None, form) if form.TURNED else dot(q_tile, tl.trans(k_tile), None, form)
+    factor = LOG2E
+    if form.LATE:
+        factor = numbers.scale * LOG2E
+    else:
+        distance = 0.0
+        if inputs.slopes is not None:
+            distance = tl.abs(token + piece.shift - col).to(tl.float32)
+        scores = step(scores * numbers.scale, distance, operands_of(piece, inputs, form))
+    if form.PAGE != 0:
+        # A page that does not exist makes its keys NaN: a result that nobody takes for one.
+        exists = (page >= 0) & (page < numbers.pages)
+        if form.PAGE < K.ROWS:
+            exists = along_keys(exists, form)
+        scores = tl.where(exists, scores, float("nan"))
+    visible = None
+    if KIND != FULL:
+        visible = visible_to(token, col, piece, inputs, numbers)
+        scores = tl.where(visible, scores, -INF)
+    KEYS: tl.constexpr = 0 if form.TURNED else 1
+    new_max = tl.maximum(row_max, tl.max(scores, KEYS))
+    shift = or_zero(new_max)
+    weights = tl.exp2((scores - along_rows(shift, form)) * factor)
+    rescale = tl.exp2((row_max - shift) * factor)
+    row_sum = rescale * row_sum + tl.sum(weights, KEYS)
+    acc = along_rows(rescale, form) * acc
+    if KIND == FULL or not form.SEVERAL:
+        # Of one token no score alone is hidden: what is not visible was not read.
+        acc = weigh(weights.to(v_tile.dtype), v_tile, acc, form)
+    else:
+        acc = weigh(weights.to(v_tile.dtype), only_finite(v_tile, EXACT), acc, form)
+        if is_finite(v_tile) == 0:
+            acc = add_special_values(acc, visible, v_tile, form)
+    return new_max, row_sum, acc
+
+
+@device
+def along_rows(x, form: tl.constexpr):
+    """One number per row, as it meets a tile of scores."""
+    return x[None, :] if form.TURNED else x[:, None]
+
+
+@device
+def along_keys(x, form: tl.constexpr):
+    """One number per key, as it meets a tile of scores."""
+    return x[:, None] if form.TURNED else x[None, :]
+
+
+@device
+def weigh(weights, values, acc, form: tl.constexpr):
+    """The product of weights and values, added to acc where there is one."""
+    return dot(tl.trans(values), weights, acc, form) if form.TURNED else dot(weights, values, acc, form)
+
+
+@device
+def add_special_values(acc, visible, v_tile, form: tl.constexpr):
+    """Exactly what is visible of NaN and inf among the values: a hidden weight is 0, but 0 * NaN is NaN."""
+    seen = visible.to(v_tile.dtype)
+    acc += tl.where(weigh(seen, (v_tile == INF).to(v_tile.dtype), None, form) > 0, INF, 0.0)
+    acc -= tl.where(weigh(seen, (v_tile == -INF).to(v_tile.dtype), None, form) > 0, INF, 0.0)
+    return tl.where(weigh(seen, (v_tile != v_tile).to(v_tile.dtype), None, form) > 0, float("nan"), acc)
+
+
+@device
+def operands_of(piece, inputs, form: tl.constexpr):
+    """The operands of the score terms, in the terms' order."""
+    operands = ()
+    if inputs.softcap is not None:
+        operands += (inputs.softcap,)
+    if inputs.slopes is not None:
+        operands += (along_rows(tl.load(inputs.slopes + piece.head).to(tl.float32), form),)
+    return operands
+
+
+@device
+def visible_to(token, col, piece, inputs, numbers):
+    """Which scores count."""
+    visible = (token < numbers.len_q) & (col < piece.len_k)
+    offset = col - token - piece.shift
+    if inputs.lo is not None:
+        visible = visible & (offset >= (inputs.lo >> 2))
+    if inputs.hi is not None:
+        visible = visible & (offset <= (inputs.hi >> 2))
+    if inputs.tree is not None:
+        tree = inputs.tree
+        node = col - piece.shift
+        pointers = row_at(tree, piece.batch, 0, token.to(tl.int64)) + node.to(tl.int64) * tree.column
+        drafted = visible & (node >= 0)
+        visible = visible & ((node < 0) | (tl.load(pointers, mask=drafted, other=0) != 0))
+    return visible
+
+
+@device
+def store_results(row_max, row_sum, acc, out, lse, piece, numbers, form: tl.constexpr):
+    """Divide by the sum of the weights and write `out` and `lse`, or a piece's part of the partial results."""
+    if form.TURNED:
+        acc = tl.trans(acc)
+    # A row that saw no key has row_sum 0 (or only its sink's 1) and acc 0: out 0.
+    acc = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
+    if form.LATE:
+        row_max *= numbers.scale
+    row_lse = row_max + tl.log(row_sum)
+    exists = piece.token < numbers.len_q
+    column = tl.arange(0, form.V.WIDTH)[None, :]
+    if form.SPLIT:
+        heads = numbers.kv_heads * form.GROUP
+        row = (piece.batch * heads + piece.head) * numbers.len_q + piece.token
+        row = row * numbers.pieces + piece.number
+        rows_of_out = out + row * form.V.COLUMNS
+        rows_of_lse = lse + row
+        step_of_out = 1
+    else:
+        head = piece.head.to(tl.int64)
+        token = piece.token.to(tl.int64)
+        rows_of_out = row_at(out, piece.batch, head, token)
+        rows_of_lse = row_at(lse, piece.batch, head, token)
+        step_of_out = out.column
+    kept = exists[:, None] & (column < form.V.COLUMNS)
+    pointers = rows_of_out[:, None] + column * step_of_out
+    tl.store(pointers, acc.to(pointers.dtype.element_ty), mask=kept)
+    tl.store(rows_of_lse, row_lse, mask=exists)
+
+
+@triton.jit
+def combine_kernel(partial, partial_lse, out, lse, sinks, numbers, form: tl.constexpr):
+    """Overwrite some columns of one row of `out`, and its `lse`, from the results of all pieces.
+
+    A sink counts as one piece whose value is zero. The pieces are walked over in tiles, as keys are.
+    """
+    if form.EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    numbers = decoded(numbers)
+    program = tl.program_id(0)
+    row = program // numbers.tiles
+    column = program % numbers.tiles * form.V.WIDTH + tl.arange(0, form.V.WIDTH)
+    token = (row % numbers.len_q).to(tl.int64)
+    at = row // numbers.len_q
+    heads = numbers.kv_heads * form.GROUP
+    head = (at % heads).to(tl.int64)
+    batch = (at // heads).to(tl.int64)
+    row = row.to(tl.int64) * numbers.pieces
+    row_max = tl.full((), -INF, tl.float32)
+    if sinks is not None:
+        row_max = tl.load(sinks + head).to(tl.float32)
+    row_sum = (row_max != -INF).to(tl.float32)
+    acc = tl.zeros((form.V.WIDTH,), tl.float32)
+    kept = column < form.V.COLUMNS
+    for first in range(0, numbers.pieces, form.V.ROWS):
+        piece = first + tl.arange(0, form.V.ROWS)
+        exists = piece < numbers.pieces
+        lses = tl.load(partial_lse + row + piece, mask=exists, other=-INF)
+        pointers = partial + (row + piece)[:, None] * form.V.COLUMNS + column[None, :]
+        outs = tl.load(pointers, mask=exists[:, None] & kept[None, :], other=0.0)
+        new_max = tl.maximum(row_max, tl.max(lses, 0))
+        shift = or_zero(new_max)
+        weights = tl.exp2((lses - shift) * LOG2E)
+        rescale = tl.exp2((row_max - shift) * LOG2E)
+        row_sum = rescale * row_sum + tl.sum(weights, 0)
+        # A piece without a say is left out, not multiplied by zero.
+        acc = rescale * acc + tl.sum(tl.where(weights[:, None] == 0, 0.0, weights[:, None] * outs), 0)
+        row_max = new_max
+    acc = acc / tl.where(row_sum == 0, 1.0, row_sum)
+    pointers = row_at(out, batch, head, token) + column * out.column
+    tl.store(pointers, acc.to(pointers.dtype.element_ty), mask=kept)
+    if program % numbers.tiles == 0:
+        tl.store(row_at(lse, batch, head, token), row_max + tl.log(row_sum))
+
+
+@triton.jit
+def append_kernel(inputs, k_new, v_new, numbers, form: tl.constexpr):
+    """Write one new row of one head to its place in the cache; a place that does not exist is not written."""
+    numbers = decoded(numbers)
+    program = tl.program_id(0)
+    row = program % numbers.appended
+    at = program // numbers.appended
+    kv_head = (at % numbers.kv_heads).to(tl.int64)
+    batch = (at // numbers.kv_heads).to(tl.int64)
+    before = tl.load(inputs.lengths + batch)
+    fits = (before >= 0) & (before <= numbers.capacity - numbers.appended)
+    key = tl.where(fits, before + row, 0)
+    page = batch
+    if form.PAGE != 0:
+        page = tl.load(inputs.table + batch * numbers.columns + key // form.PAGE, mask=fits, other=-1).to(tl.int64)
+        fits = fits & (page >= 0) & (page < numbers.pages)
+        key = key % form.PAGE
+    copy_row(k_new, inputs.k, batch, kv_head, row, page, key, fits, form.K)
+    copy_row(v_new, inputs.v, batch, kv_head, row, page, key, fits, form.V)
+
+
+@device
+def copy_row(source, target, batch, kv_head, row, page, key, fits, box: tl.constexpr):
+    """One row of new keys or values into the cache."""
+    column = tl.arange(0, box.WIDTH)
+    if box.WIDE:
+        column = column.to(tl.int64)
+    kept = fits & (column < box.COLUMNS)
+    fresh = tl.load(row_at(source, batch, kv_head, row.to(tl.int64)) + column * source.column, mask=kept)
+    tl.store(row_at(target, page, kv_head, key.to(tl.int64)) + column * target.column, fresh, mask=kept)

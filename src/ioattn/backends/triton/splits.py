@@ -1,0 +1,139 @@
+"""How a decoding problem is cut: tiles of rows and keys, and how many pieces the keys of a sequence are cut into.
+
+All of it follows from shapes alone, never from lengths: a captured graph stays valid when lengths change, and equal
+shapes give equal bits.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ioattn.backends.triton.arguments import padded
+from ioattn.backends.triton.config import Gpu, Tiles
+from ioattn.problem import Problem
+
+MAX_ROWS = 64
+"""Rows of one tile: the query heads of a group times the new tokens; more of them are several tiles."""
+
+
+class CacheTiles(NamedTuple):
+    """How a decoding kernel is cut."""
+
+    q_tile: int
+    k_tile: int
+    num_warps: int
+    num_stages: int
+    precision: str = "ieee"
+    turned: bool = False
+    """Tiles of scores are [keys, rows]."""
+    registers: int | None = None
+    """The most that a thread may have, where the compiler would otherwise take so many that fewer programs fit."""
+    beside: int = 2
+    """How many programs should share a processor."""
+
+    @property
+    def launch(self) -> Tiles:
+        """What a launch knows of them."""
+        return Tiles(*self[:5])
+
+
+INTERPRETER = CacheTiles(16, 32, 4, 1)
+"""For Triton's interpreter: small, so that small cases cross many tiles."""
+
+INTERPRETER_PROCESSORS = 8
+"""Stands for a GPU's in the interpreter, so that small cases are split, too."""
+
+OVERHEAD_TILES = 3.0
+"""What starting and ending a piece costs, in the time of tiles of keys: queries in, partial results out, empty pipe."""
+
+MAX_PIECES = 256
+"""The most pieces that the heuristic takes."""
+
+LARGE = CacheTiles(16, 128, 8, 3, beside=1)
+"""Where there is a head for every processor. On an H200, D 128, GQA 32/8: 4.35 TB/s of K and V at B16 N8192, with 64
+keys 4.12."""
+
+SEVERAL = LARGE._replace(turned=True)
+"""8 tokens at B16 N8192: 3.88 TB/s, 3.80 not turned, 3.59 with 64 keys."""
+
+SMALL = {
+    (2, 64): CacheTiles(16, 128, 4, 3),
+    (2, 128): CacheTiles(16, 64, 4, 3),
+    (2, 256): CacheTiles(16, 32, 4, 3),
+    (4, 64): CacheTiles(16, 64, 4, 3, "tf32x3"),
+    (4, 128): CacheTiles(16, 32, 4, 3, "tf32x3"),
+    (4, 256): CacheTiles(16, 16, 4, 3, "tf32x3"),
+}
+"""By element size and width, the larger one of D and Dv padded to a power of two: 32 KiB of K and V per stage. At D 128
+on an H200 4.22 TB/s at B1 N131072 in 32 pieces, and 13.9 us at B1 N8192, where 128 keys take 15.1. In float32, whose
+products wait for each other, 3.25 TB/s."""
+
+
+def choose(problem: Problem, gpu: Gpu | None) -> CacheTiles:
+    """The tiles of a decoding kernel; `gpu` is None in Triton's interpreter."""
+    assert problem.cache is not None
+    rows, size = problem.group * problem.len_q, problem.dtype.itemsize
+    if gpu is None:
+        return INTERPRETER._replace(q_tile=min(MAX_ROWS, padded(rows)))
+    width = max(64, padded(problem.dim), padded(problem.dim_v))
+    tiles = SMALL[size, width]
+    heads = problem.batch * problem.kv_heads * count(rows, MAX_ROWS)
+    if size == 2 and width == 128 and heads >= 0.9 * gpu.processors:
+        if problem.cache.page is None or problem.cache.page >= 64:
+            tiles = SEVERAL if problem.len_q > 1 and gpu.family == "wgmma" else LARGE
+        elif heads >= 1.8 * gpu.processors:
+            # A tile of more keys in short pages takes many addresses. Two programs per processor, not three: 512 heads
+            # on 132 processors then end more evenly, at 4.23 TB/s instead of 3.54.
+            tiles = tiles._replace(num_stages=4)
+    tiles = tiles._replace(q_tile=max(tiles.q_tile, min(MAX_ROWS, 1 << (rows - 1).bit_length())))
+    while shared_bytes(problem, tiles) > gpu.shared_memory and tiles.num_stages > 1:
+        tiles = tiles._replace(num_stages=tiles.num_stages - 1)
+    while shared_bytes(problem, tiles) > gpu.shared_memory and tiles.k_tile > 16:
+        tiles = tiles._replace(k_tile=tiles.k_tile // 2, num_warps=4, turned=False)
+    return tiles
+
+
+def shared_bytes(problem: Problem, tiles: CacheTiles) -> int:
+    """Shared memory that a decoding kernel needs: K and V per stage, Q, and weights on their way; all checked compiled.
+
+    A stage less where operands pass through registers; operands in several parts take twice the room.
+    """
+    size, stages = problem.dtype.itemsize, tiles.num_stages if tiles.turned else max(1, tiles.num_stages - 1)
+    rows = tiles.q_tile * (padded(problem.dim) + tiles.k_tile) * size * (2 if size == 4 else 1)
+    return stages * tiles.k_tile * (padded(problem.dim) + padded(problem.dim_v)) * size + rows
+
+
+def pieces(problem: Problem, tiles: CacheTiles, gpu: Gpu | None) -> int:
+    """How many pieces the keys of a sequence are cut into: as asked, or what ends first if all sequences are full."""
+    assert problem.cache is not None
+    if problem.cache.splits:
+        return problem.cache.splits
+    processors = INTERPRETER_PROCESSORS if gpu is None else gpu.processors
+    beside = 1
+    if gpu is not None:
+        # Each program takes 1 KiB more than it asks for.
+        beside = max(1, min(tiles.beside, (gpu.shared_memory + 1024) // (shared_bytes(problem, tiles) + 1024)))
+    programs = problem.batch * problem.kv_heads * count(problem.group * problem.len_q, tiles.q_tile)
+    most = max(1, min(MAX_PIECES, count(keys_in_reach(problem), tiles.k_tile)))
+    return min(range(1, most + 1), key=lambda n: (duration(programs, n, processors * beside, most), n))
+
+
+def duration(programs: int, number: int, slots: int, tiles: int) -> float:
+    """Tiles that one slot walks over, one after the other, when `number` pieces are cut from `tiles` tiles of keys.
+
+    Programs that fill a fraction of the slots share the memory's bandwidth, so a last wave costs its fraction.
+    """
+    per_piece = count(tiles, number) + (OVERHEAD_TILES if number > 1 else 0)
+    waves = programs * number / slots
+    return max(1.0, waves, (waves + -(-programs * number // slots)) / 2) * per_piece
+
+
+def keys_in_reach(problem: Problem) -> int:
+    """The most keys that the queries of a full sequence see."""
+    start, end = problem.band_of(problem.len_q, problem.len_k).key_range(0, problem.len_q, problem.len_k)
+    return end - start
+
+
+def count(size: int, tile: int) -> int:
+    """How many tiles cover `size`."""
+    return -(-size // tile)

@@ -1,0 +1,77 @@
+"""The decoding kernels compiled for GPUs that are not here: shared memory, spills in the loop, 16-byte copies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from test_triton_compile import GPUS, Kernel, compile_for, empty, gpu, machine_of
+
+from ioattn import caches
+from ioattn.backends.triton import decoding, splits
+from ioattn.caches import CacheTensors, DecodeOptions
+
+EVERYTHING = {"tree": True, "alibi": True, "sinks": True}
+EVERYTHING_OPTIONS = DecodeOptions(lo=-30, hi=30, softcap=2.0)
+
+
+def tensors_of(dtype: torch.dtype, dim: int, n_q: int = 1, page: int | None = None, **features: bool) -> CacheTensors:
+    """16 sequences of 8192 keys, GQA 8/2, on tensors without memory."""
+    batch, keys = 16, 8192
+    shape = (batch, 2, keys, dim) if page is None else (batch * keys // page, 2, page, dim)
+    optional = {
+        "block_table": None if page is None else empty(batch, keys // page, dtype=torch.int32),
+        "tree_mask": empty(batch, n_q, n_q, dtype=torch.bool) if features.get("tree") else None,
+        "alibi_slopes": empty(8) if features.get("alibi") else None,
+        "sinks": empty(8) if features.get("sinks") else None,
+    }
+    caches_ = (empty(*shape, dtype=dtype), empty(*shape, dtype=dtype))
+    return CacheTensors(empty(batch, 8, n_q, dim, dtype=dtype), *caches_, empty(batch, dtype=torch.int32), **optional)
+
+
+def kernels(sm: int, tensors: CacheTensors, options: DecodeOptions) -> Iterator[Kernel]:
+    """The kernel that attends to a piece, and the one that combines pieces."""
+    problem = caches.describe(tensors, options)
+    tiles = splits.choose(problem, gpu(sm))
+    out, lse = torch.empty_like(tensors.q), empty(*tensors.q.shape[:3])
+    main, combine = decoding.prepare_pieces(problem, tensors, out, gpu(sm), tiles, options.splits)
+    partial = None if combine is None else (empty(16), empty(16))
+    given = decoding.decode_arguments(decoding.inputs_of(problem, tensors), out, lse, partial)
+    bound = splits.shared_bytes(problem, tiles)
+    yield Kernel("decode", main, (*given[0], *main.constant), bound)
+    if combine is not None:
+        yield Kernel("combine", combine, (*given[1], *combine.constant), bound)
+
+
+@pytest.mark.parametrize("page", [None, 16, 64], ids=["contiguous", "page 16", "page 64"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+def test_hopper(dtype: torch.dtype, page: int | None, tmp_path: Path) -> None:
+    """One token, D 128: nothing spills in the loop, K and V are copied 16 bytes at a time, shared memory is as said."""
+    tensors = tensors_of(dtype, 128, page=page)
+    for kernel in kernels(90, tensors, DecodeOptions(hi=0, splits=3)):
+        compiled = compile_for(90, kernel)
+        machine = machine_of(compiled, tmp_path)
+        assert machine.spills_in_loops() == 0, kernel.name
+        assert compiled.metadata.shared <= min(GPUS[90], kernel.shared_bound), kernel.name
+        if kernel.name == "decode":
+            instructions = [instruction for _, instruction in machine.code]
+            assert sum("LDGSTS.E.BYPASS.128" in i for i in instructions) >= 16
+            assert any("MMA" in i for i in instructions)
+
+
+@pytest.mark.parametrize("sm", GPUS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["fp16", "fp32"])
+def test_everything_compiles(sm: int, dtype: torch.dtype) -> None:
+    """Every input given: Triton 3.6 once lost the strides of 1 of a tuple without an absent field."""
+    for page, n_q in ((16, 3), (None, 1), (64, 40)):
+        tensors = tensors_of(dtype, 64, n_q, page, **EVERYTHING)
+        for kernel in kernels(sm, tensors, EVERYTHING_OPTIONS._replace(splits=2 if page else 1)):
+            assert compile_for(sm, kernel).metadata.shared <= GPUS[sm]
+
+
+@pytest.mark.parametrize("dims", [16, 256])
+def test_narrow_and_wide_heads(dims: int) -> None:
+    for kernel in kernels(90, tensors_of(torch.bfloat16, dims, 8), DecodeOptions(hi=0, splits=2)):
+        assert compile_for(90, kernel).metadata.shared <= GPUS[90]
