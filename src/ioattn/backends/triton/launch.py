@@ -81,10 +81,9 @@ def backward(
     problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, grads: Gradients
 ) -> None:
     """Write the gradients of q, k and v, and those of bias and sinks where wanted, to `grads`."""
-    delta = torch.empty_like(lse)
     repeated_bias = grads.dbias is not None and not _repeats_nothing(problem)
-    totals = torch.empty_like(lse) if repeated_bias or grads.dsinks is not None else None
-    parts = _bias_parts(problem, gpu_of(problem.device)) if grads.dbias is not None and repeated_bias else 1
+    delta, totals = torch.empty_like(lse), torch.empty_like(lse) if repeated_bias or grads.dsinks is not None else None
+    parts = _bias_parts(problem, gpu_of(problem.device)) if repeated_bias else 1
     partial = _room_for_parts(grads.dbias, parts)
     every = (*tensors, *grads, out, lse, dout, dlse, delta, totals, partial)
 
@@ -117,8 +116,8 @@ def backward(
             grads.dbias.copy_(partial.unflatten(0, (parts, -1)).sum(0))
         if grads.dsinks is not None:
             # The sink is one more key whose value is zero: dsink = P_sink * (0 - delta), over batch and queries.
-            terms = torch.where(weights == 0, 0, weights * totals)
-            grads.dsinks.copy_(-terms.sum(-1 if problem.packed else (0, -1)))
+            of_rows = torch.where(weights == 0, 0, weights * totals)
+            grads.dsinks.copy_(-of_rows.sum(-1 if problem.packed else (0, -1)))
 
 
 def prepare_forward(problem: Problem, tensors: Tensors, out: Tensor, gpu: Gpu | None) -> list[Prepared]:
