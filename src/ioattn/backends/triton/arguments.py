@@ -137,6 +137,11 @@ class Form(NamedTuple):
     BOTTOM_RIGHT: bool
     LATE: bool
     """The scores stay Q K^T, and the scale is applied inside of the exponential: one multiplication less per score."""
+    FUSED: bool
+    """A weight's exponent is one multiply-add: 5% of a 16-bit kernel's time.
+
+    It rounds the maximum, or the LSE, once more: too coarse for float32, and for a bias that moves scores by 1e30.
+    """
     PRECISION: str
 
 

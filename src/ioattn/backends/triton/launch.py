@@ -343,6 +343,7 @@ def _numbers(problem: Problem, tensors: Tensors, heads: int, tiles: int) -> Numb
 
 def _form(problem: Problem, tiles: Tiles, wide: bool) -> Form:
     d, dv = (problem.dim, padded(problem.dim), wide), (problem.dim_v, padded(problem.dim_v), wide)
+    late = not problem.terms and not problem.sinks and problem.scale > 0
     return Form(
         Q=constant_box(Box(tiles.q_tile, *d)),
         K=constant_box(Box(tiles.k_tile, *d)),
@@ -350,7 +351,8 @@ def _form(problem: Problem, tiles: Tiles, wide: bool) -> Form:
         OUT=constant_box(Box(tiles.q_tile, *dv)),
         GROUP=problem.group,
         BOTTOM_RIGHT=problem.align == "bottom-right",
-        LATE=not problem.terms and not problem.sinks and problem.scale > 0,
+        LATE=late,
+        FUSED=late and problem.dtype != torch.float32,
         PRECISION=tiles.precision,
     )
 

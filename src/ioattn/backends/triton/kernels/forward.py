@@ -14,7 +14,6 @@ from ioattn.backends.triton.kernels.tiles import (
     EDGE,
     FULL,
     INF,
-    LN2,
     LOG2E,
     Task,
     clear_slack,
@@ -70,16 +69,18 @@ def store_results(row_max, row_sum, acc, out, lse, q_start, task, form: tl.const
     acc = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
     acc *= unscaled(task.scales.weights, task.scales.v)
     store_tile(acc, out, row_at(out, seq.batch, task.head, seq.start_q), q_start, seq.len_q, form.OUT)
+    if form.LATE:
+        row_max *= task.numbers.scale
     row = q_start + tl.arange(0, form.Q.ROWS)
     pointers = row_at(lse, seq.batch, task.head, seq.start_q) + row.to(tl.int64) * lse.row
-    tl.store(pointers, row_max * LN2 + tl.log(row_sum), mask=row < seq.len_q)
+    tl.store(pointers, row_max + tl.log(row_sum), mask=row < seq.len_q)
 
 
 @device
 def attend(
     row_max, row_sum, acc, q_tile, q_start, k_start, task, form: tl.constexpr, step: tl.constexpr, KIND: tl.constexpr
 ):
-    """The online softmax over one tile of keys; `row_max` is in base 2, so that a weight costs one multiply-add."""
+    """The online softmax over one tile of keys."""
     keys = load_keys(task, k_start, form, KIND)
     row = (q_start + tl.arange(0, form.Q.ROWS))[:, None]
     col = (k_start + tl.arange(0, form.K.ROWS))[None, :]
@@ -92,10 +93,13 @@ def attend(
         scores = step(scores * task.numbers.scale, distance_at(row, col, task), operands_at(row, col, task))
     if KIND != FULL:
         scores = tl.where(visible_at(row, col, task), scores, -INF)
-    new_max = tl.maximum(row_max, tl.max(scores, 1) * factor)
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
     shift = or_zero(new_max)
-    weights = tl.exp2(scores * factor - shift[:, None])
-    rescale = tl.exp2(row_max - shift)
+    if form.FUSED:
+        weights = tl.exp2(scores * factor - (shift * factor)[:, None])
+    else:
+        weights = tl.exp2((scores - shift[:, None]) * factor)
+    rescale = tl.exp2((row_max - shift) * factor)
     row_sum = rescale * row_sum + tl.sum(weights, 1)
     v_tile = only_finite(keys.v, KIND)
     acc = multiply(weights, scales.weights, v_tile, scales.v, rescale[:, None] * acc, form, KIND, False, False)
@@ -106,13 +110,9 @@ def attend(
 def sink_or_nothing(task, form: tl.constexpr):
     """`row_max` and `row_sum` before the first key: a sink counts as one key whose value is zero."""
     row_max = tl.full((form.Q.ROWS,), -INF, tl.float32)
-    row_sum = tl.zeros((form.Q.ROWS,), tl.float32)
     if task.inputs.sinks is not None:
-        sink = tl.zeros_like(row_max) + tl.load(task.inputs.sinks + task.head).to(tl.float32)
-        row_max = sink * LOG2E
-        # 1, but for the rounding of row_max
-        row_sum = tl.where(sink == -INF, 0.0, tl.exp2(sink * LOG2E - or_zero(row_max)))
-    return row_max, row_sum
+        row_max = tl.zeros_like(row_max) + tl.load(task.inputs.sinks + task.head).to(tl.float32)
+    return row_max, (row_max != -INF).to(tl.float32)
 
 
 @device

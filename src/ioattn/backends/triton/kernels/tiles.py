@@ -19,7 +19,6 @@ device = (lambda function: function) if INTERPRETED.value else triton.jit
 """Decorates what kernels call. Not in the interpreter: it patches all of `tl` for each call of a decorated function."""
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 INF = tl.constexpr(float("inf"))
 
 FULL = tl.constexpr("full")
@@ -351,13 +350,10 @@ def operands_at(row, col, task):
 @device
 def weights_of(product, distance, operands, lse, task, form: tl.constexpr, step: tl.constexpr):
     """exp(scores - lse) of a tile whose scores start as `product`, with an `lse` that broadcasts to it."""
-    if task.inputs.q.ptr.dtype.element_ty == tl.float32:
-        # Where everything else is float32, one more rounding of the LSE would show.
-        weights = tl.exp2((step(product * task.numbers.scale, distance, operands) - lse) * LOG2E)
-    elif form.LATE:
+    if form.FUSED:
         weights = tl.exp2(product * (task.numbers.scale * LOG2E) - lse * LOG2E)
     else:
-        weights = tl.exp2(step(product * task.numbers.scale, distance, operands) * LOG2E - lse * LOG2E)
+        weights = tl.exp2((step(product * task.numbers.scale, distance, operands) - lse) * LOG2E)
     return weights
 
 
