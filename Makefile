@@ -6,7 +6,7 @@ run := .venv/bin
 
 OLDEST_TRITON := 3.6.0
 NEWEST_TRITON := 3.9.0
-compiled := tests/test_triton_compile.py tests/test_gluon_compile.py
+compiled := tests/test_triton_compile.py tests/test_gluon_compile.py tests/test_gluon_backward_compile.py
 twins := feature or head_dimensions or value_dimension or head_groups or layouts
 interpreted := triton-cpu and not (test_forward and ($(twins)))
 
@@ -27,6 +27,7 @@ test-compiled: .venv-triton-$(OLDEST_TRITON)/ready .venv-triton-$(NEWEST_TRITON)
 # Triton's kernels in its interpreter. Tests of the backward check the outputs, too: their twins without it are left out.
 test-interpreted: .venv-triton-$(NEWEST_TRITON)/ready
 	TRITON_INTERPRET=1 .venv-triton-$(NEWEST_TRITON)/bin/python -m pytest -n auto --dist worksteal -k "$(interpreted)"
+	TRITON_INTERPRET=1 .venv-triton-$(NEWEST_TRITON)/bin/python -m pytest tests/test_gluon_passes.py
 
 check: $(ready)
 	$(run)/ruff format --check

@@ -59,7 +59,12 @@ class Instruction(NamedTuple):
 def instructions(lines: Sequence[str]) -> list[Instruction]:
     """The instructions in lines of `cuobjdump --dump-sass`."""
     found = (_LINE.match(line) for line in lines)
-    return [Instruction(int(m[1], 16), m[2], m[3], m[4].strip()) for m in found if m]
+    return [Instruction(int(m[1], 16), m[2], m[3], _without_predicate(m[3], m[4].strip())) for m in found if m]
+
+
+def _without_predicate(name: str, operands: str) -> str:
+    """The operands without the predicate that R2UR may write beside its register."""
+    return re.sub(r"^P\w+,\s*", "", operands) if name.startswith("R2UR") else operands
 
 
 def unwritten_reads(lines: Sequence[str]) -> list[Instruction]:

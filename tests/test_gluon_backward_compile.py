@@ -15,6 +15,7 @@ from ioattn.problem import Problem
 
 pytest.importorskip("triton", minversion="3.6", reason="Triton is not installed")
 
+from sass import unwritten_reads
 from test_gluon_compile import FEATURES, Machine, disassembled, problem
 
 from ioattn.backends.gluon import backward_launch as launch
@@ -77,6 +78,7 @@ def test_machine_code(dim: int, feature: str, extra: dict[str, Any], tmp_path: P
         assert products == products_of(config)
         assert sum("WARPGROUP.DEPBAR" in line for line in body) <= 5, "the products are not asynchronous"
     assert not any("HMMA." in line.replace("HGMMA", "") for line in code.lines)
+    assert not unwritten_reads(code.lines)
 
 
 @pytest.mark.parametrize("feature", ["full", "full-odd", "causal", "top-left", "window", "left", "short"])
@@ -97,6 +99,7 @@ def test_machine_code_of_queries_alone(dim: int, feature: str, tmp_path: Path) -
     assert kernel.metadata.shared <= SHARED_BYTES
     code = disassembled(kernel, tmp_path)
     assert not code.count("UTMAREDG")
+    assert not unwritten_reads(code.lines)
     loops = multiplying_loops(code)
     assert len(loops) >= config.groups
     for body in loops:

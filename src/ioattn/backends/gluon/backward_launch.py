@@ -87,20 +87,19 @@ def compile_backward(config: BackwardConfig, dtype: torch.dtype, steps: tuple[An
         layout = gl.NVMMASharedLayout.get_default_for([1, 1, rows, dim], element)
         return f"tensordesc<{name}[1,1,{rows},{dim}],{layout!r}>"
 
-    numbers = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    dq_rows, dq_cols = config.dq_tile
-    half = gl.NVMMASharedLayout.get_default_for([dq_rows, dq_cols], gl.float32)
+    row_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    numbers = f"tensordesc<fp32[{config.rows}],{row_layout!r}>"
+    dq_layout = gl.NVMMASharedLayout.get_default_for(list(config.dq_tile), gl.float32)
+    dq_tile = f"tensordesc<fp32[{config.dq_tile[0]},{config.dq_tile[1]}],{dq_layout!r}>"
     offsets = "*i32" if config.sequences else "constexpr"
     signature = {
         "q_desc": tile(config.rows, config.dim),
         "k_desc": tile(config.keys, config.dim),
         "v_desc": tile(config.keys, config.dim),
         "dout_desc": tile(config.rows, config.dim),
-        "lse_desc": f"tensordesc<fp32[{config.rows}],{numbers!r}>",
-        "delta_desc": f"tensordesc<fp32[{config.rows}],{numbers!r}>",
-        "dq_desc": f"tensordesc<fp32[{dq_rows},{dq_cols}],{half!r}>" if config.sums_dq else "constexpr",
-        "dk_desc": tile(64, config.columns),
-        "dv_desc": tile(64, config.columns),
+        **dict.fromkeys(("lse_desc", "delta_desc"), numbers),
+        "dq_desc": dq_tile if config.sums_dq else "constexpr",
+        **dict.fromkeys(("dk_desc", "dv_desc"), tile(64, config.columns)),
         "dk": f"*{name}" if config.sequences else "constexpr",
         "dk_strides": ("i64", "i64", "i32") if config.sequences else "constexpr",
         "dv": f"*{name}" if config.sequences else "constexpr",
@@ -119,9 +118,7 @@ def compile_backward(config: BackwardConfig, dtype: torch.dtype, steps: tuple[An
         "dstep": "constexpr",
     }
     given = {"config": config, "step": steps[0], "dstep": steps[1]}
-    constants = {(i,): given.get(k) for i, (k, kind) in enumerate(signature.items()) if kind == "constexpr"}
-    source = GluonASTSource(kernels.backward, signature, constants, {})
-    return triton.compile(source, target=TARGET, options={"num_warps": 4})
+    return _build(GluonASTSource, kernels.backward, signature, given, {})
 
 
 @functools.lru_cache(maxsize=256)
@@ -161,9 +158,7 @@ def compile_query(config: QueryConfig, dtype: torch.dtype, steps: tuple[Any, Any
         "dstep": "constexpr",
     }
     given = {"config": config, "step": steps[0], "dstep": steps[1]}
-    constants = {(i,): given.get(k) for i, (k, kind) in enumerate(signature.items()) if kind == "constexpr"}
-    source = GluonASTSource(query_gradient, signature, constants, {})
-    return triton.compile(source, target=TARGET, options={"num_warps": 4})
+    return _build(GluonASTSource, query_gradient, signature, given, {})
 
 
 @functools.lru_cache(maxsize=256)
@@ -211,12 +206,16 @@ def compile_convert(config: BackwardConfig, dtype: torch.dtype) -> Any:
 def _compile_around(function: Any, signature: dict[str, Any], config: BackwardConfig) -> Any:
     given = {"ROWS": ROWS, "DIM": config.dim, "SEQUENCES": config.sequences}
     signature |= dict.fromkeys(given, "constexpr")
-    constants = {(i,): given.get(k) for i, (k, kind) in enumerate(signature.items()) if kind == "constexpr"}
     # What torch allocates, and what the copy engine can reach, starts at a multiple of 16 bytes.
     aligned = {"out", "dout", "q", "lse_rows", "delta_rows", "dq_rows", "dq"}
     attributes = {(i,): [["tt.divisibility", 16]] for i, k in enumerate(signature) if k in aligned}
-    source = ASTSource(function, signature, constants, attributes)
-    return triton.compile(source, target=TARGET, options={"num_warps": 4})
+    return _build(ASTSource, function, signature, given, attributes)
+
+
+def _build(source: Any, function: Any, signature: dict[str, Any], given: dict[str, Any], attributes: Any) -> Any:
+    """A compiled kernel; what the signature calls a constant is in `given`, or None."""
+    constants = {(i,): given.get(k) for i, (k, kind) in enumerate(signature.items()) if kind == "constexpr"}
+    return triton.compile(source(function, signature, constants, attributes), target=TARGET, options={"num_warps": 4})
 
 
 def backward(
@@ -248,10 +247,8 @@ def backward(
     )
     _differentiate(problem, tensors, dout, (lse_rows, delta_rows, dq_rows), grads, use)
     if dq_rows is not None:
-        strides = strides_of(grads.dq)
-        use.after[grid](
-            dq_rows, grads.dq, strides, flag, tensors.cu_seqlens_q, (*sizes, problem.dim), problem.scale, *constants
-        )
+        sums = (dq_rows, grads.dq, strides_of(grads.dq), flag, tensors.cu_seqlens_q)
+        use.after[grid](*sums, (*sizes, problem.dim), problem.scale, *constants)
     elif flat_rows is not None:
         _differentiate_queries(problem, tensors, dout, (*flat_rows, (0, rows_q)), flag, grads.dq, use)
     else:

@@ -36,6 +36,18 @@ def placed(row, cu_seqlens, batch, total, SEQUENCES: tl.constexpr):
 
 
 @triton.jit
+def load_rows(x, strides, entry, head, row, exists, dim, DIM: tl.constexpr):
+    """Rows of one head in FP32, `[rows, DIM]`; zeros where they do not exist.
+
+    The mask of columns goes by eights: else the copies are by single elements.
+    """
+    col = tl.arange(0, DIM)
+    at = tl.multiple_of(entry * strides[0] + head * strides[1] + row * strides[2], 8)
+    inside = exists[:, None] & (col // 8 < dim // 8)[None, :]
+    return tl.load(x + at[:, None] + col[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def prepare(
     out,
     out_strides,
@@ -88,13 +100,8 @@ def prepare(
         exists = at < len_q
         in_memory = exists
         source = at.to(tl.int64)
-    first = entry * out_strides[0] + head * out_strides[1]
-    dfirst = entry * dout_strides[0] + head * dout_strides[1]
-    inside = exists[:, None] & (col // 8 < dim_v // 8)[None, :]  # by eights: else copies are by single elements
-    out_offset = tl.multiple_of(first + source * out_strides[2], 8)
-    dout_offset = tl.multiple_of(dfirst + source * dout_strides[2], 8)
-    out_tile = tl.load(out + out_offset[:, None] + col[None, :], mask=inside, other=0.0).to(tl.float32)
-    dout_tile = tl.load(dout + dout_offset[:, None] + col[None, :], mask=inside, other=0.0).to(tl.float32)
+    out_tile = load_rows(out, out_strides, entry, head, source, exists, dim_v, DIM)
+    dout_tile = load_rows(dout, dout_strides, entry, head, source, exists, dim_v, DIM)
     delta = tl.sum(out_tile * dout_tile, 1)
     lse_at = entry * lse_strides[0] + head * lse_strides[1] + source
     row_lse = tl.load(lse + lse_at, mask=exists, other=float("-inf"))
@@ -112,13 +119,9 @@ def prepare(
         tl.store(flat_rows + heads * len_rows + flat, delta, mask=exists)
     if flag is not None:
         # The kernel reads rows behind a sequence, too.
-        unseen = (in_memory & is_empty)[:, None]
-        q_first = entry * q_strides[0] + head * q_strides[1]
-        q_offset = tl.multiple_of(q_first + source * q_strides[2], 8)
-        q_tile = tl.load(q + q_offset[:, None] + col[None, :], mask=unseen & (col // 8 < dim // 8)[None, :], other=0.0)
-        behind = (in_memory & (exists == 0))[:, None] & (col // 8 < dim_v // 8)[None, :]
-        dout_behind = tl.load(dout + dout_offset[:, None] + col[None, :], mask=behind, other=0.0).to(tl.float32)
-        poison = dout_tile * 0.0 + dout_behind * 0.0 + q_tile.to(tl.float32) * 0.0
+        unseen = load_rows(q, q_strides, entry, head, source, in_memory & is_empty, dim, DIM)
+        behind = load_rows(dout, dout_strides, entry, head, source, in_memory & (exists == 0), dim_v, DIM)
+        poison = dout_tile * 0.0 + behind * 0.0 + unseen * 0.0
         fine = (tl.sum(poison, 1) == 0.0) & ((exists == 0) | is_empty | (tl.abs(row_lse) < float("inf")))
         if tl.min(fine.to(tl.int32)) == 0:
             tl.store(flag, 1)
