@@ -16,13 +16,9 @@ from ioattn.backends.cpu import packing
 from ioattn.backends.cpu.arguments import Sequence
 from ioattn.backends.cpu.ir import F32, I32, I64, Type, Value
 from ioattn.backends.cpu.jit import Target
-from ioattn.backends.cpu.rows import STATE_WORDS, ask_rows, merge_row, row_scores, row_softmax, start_row
+from ioattn.backends.cpu.rows import STATE_WORDS, merge_row, row_scores, row_softmax, start_row
 from ioattn.backends.cpu.softmax import Recipe
-from ioattn.backends.cpu.tiles import SIZES
 from ioattn.backends.cpu.worker import Worker
-
-PAGE_ROWS_AHEAD = 16
-"""Rows of the next page that are asked for."""
 
 ROWS_AT_ONCE = (4, 1)
 """Queries whose scores are summed at once, so that a key that was read, and perhaps converted, serves all of them."""
@@ -51,7 +47,6 @@ class _Decode(Worker):
         module, target, recipe = self.module, self.target, self.recipe
         self.row_type = "fp32" if recipe.staged else recipe.dtype
         self.row_scores = {n: row_scores(module, target, n, self.row_type) for n in ROWS_AT_ONCE}
-        self.ask_rows = ask_rows(module)
         self.row_softmax = row_softmax(module, target, recipe)
         self.start_row = start_row(module, target)
         self.merge_row = merge_row(module, target, recipe.dtype)
@@ -111,7 +106,6 @@ class _Decode(Worker):
         count = f.smallest(last - first, args.block_keys)
         rows, scores_row = args.group * seq.len_q, args.block_keys * 4
         with self._stretches(first, count) as (page, at, length):
-            self._ask_for_page("k", seq, kv_head, page + 1, last)
             k, k_row = self._rows_of("k", seq, kv_head, page, first + at, length)
             done: Value | int = 0
             for n in ROWS_AT_ONCE:
@@ -132,7 +126,6 @@ class _Decode(Worker):
             full_end = f.smallest(full_end, seq.len_k - seq.len_q)
         partial = (first < full_first) | (first + count > full_end) | int(self.recipe.mask and not self.recipe.tree)
         with self._stretches(first, count) as (page, at, length):
-            self._ask_for_page("v", seq, kv_head, page + 1, last)
             v, v_row = self._rows_of("v", seq, kv_head, page, first + at, length)
             accumulate = (
                 scratch.scores + at * 4, scores_row, v, v_row, state + STATE_WORDS * 4, self._row_bytes(), rows,
@@ -173,19 +166,6 @@ class _Decode(Worker):
             return seq.key(name, kv_head, first)
         entry = args.table + (seq.batch * args.table_row + page * 4)
         return args.row(name, entry.load(I32).to(I64), kv_head, first - page * args.page)
-
-    def _ask_for_page(self, name: str, seq: Sequence, kv_head: Value, page: Value, last: Value) -> None:
-        """Ask for the next page, if there is one: processors fetch ahead within a page only."""
-        if not self.recipe.paged:
-            return
-        f, args = self.f, self.args
-        first = page * args.page
-        with f.when(first < last):
-            size = (args.dim if name == "k" else args.dim_v) * SIZES[self.recipe.dtype]
-            rows = f.smallest(last - first, PAGE_ROWS_AHEAD)
-            f.call(
-                self.ask_rows, self._place(name, seq, kv_head, page, first), getattr(args, f"{name}_row"), rows, size
-            )
 
     def _show_before_tree(self, seq: Sequence, first: Value, count: Value) -> None:
         """All keys of the block visible: what a tree hides is written over them for each query."""

@@ -313,11 +313,6 @@ class Function:
         x = self.constant(a, b.type)
         return self.intrinsic(f"llvm.fma.{_suffix(b.type)}", b.type, x, b, c)
 
-    def prefetch(self, place: Value) -> None:
-        """Ask for a cache line that is read soon, into the second-level cache; any address is harmless."""
-        self.module.declare("void", "llvm.prefetch.p0", "ptr, i32, i32, i32")
-        self.line(f"call void @llvm.prefetch.p0(ptr {place.name}, i32 0, i32 2, i32 1)")
-
     def largest(self, a: Operand, b: Operand) -> Value:
         """The larger of two; of floats, `b` when either is a NaN."""
         x, y = self._pair(a, b)

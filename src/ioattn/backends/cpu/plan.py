@@ -245,12 +245,7 @@ def plan_forward(problem: Problem, lse: tuple[int, ...], bias: torch.dtype | Non
 def plan_decode(problem: Problem, lse: tuple[int, ...], bias: torch.dtype | None = None) -> Plan:
     """The forward of a problem with few queries, or with a cache."""
     target, cache = _host(), problem.cache
-    recipe = _recipe(problem, target, bias, dbias=False)
-    whole = problem.dim % target.lanes == 0 and problem.dim_v % target.lanes == 0
-    recipe = recipe._replace(vectors=1, paired=False, natural=True, staged=not whole or problem.alignment == 0)
-    if cache is not None:
-        tree = cache.tree is not None
-        recipe = recipe._replace(paged=cache.page is not None, tree=tree, mask=tree)
+    recipe = _decode_recipe(problem, target, bias)
     values = _common_values(problem, target, recipe)
     dim, dim_v, keys = values["dim_padded"], values["dim_v_padded"], DECODE_KEYS
     rows = problem.group * problem.len_q
@@ -285,6 +280,16 @@ def plan_decode(problem: Problem, lse: tuple[int, ...], bias: torch.dtype | None
     partial = _padded(pairs * (64 + chunks * chunk_bytes), 64)
     address = _address(decode, target, recipe)
     return Plan(problem, address, _block(values), pairs * chunks, scratch, _flops(problem), 1, partial, pairs * 64)
+
+
+def _decode_recipe(problem: Problem, target: Target, bias: torch.dtype | None) -> Recipe:
+    whole = problem.dim % target.lanes == 0 and problem.dim_v % target.lanes == 0
+    recipe = _recipe(problem, target, bias, dbias=False)
+    recipe = recipe._replace(vectors=1, paired=False, natural=True, staged=not whole or problem.alignment == 0)
+    if problem.cache is None:
+        return recipe
+    tree = problem.cache.tree is not None
+    return recipe._replace(paged=problem.cache.page is not None, tree=tree, mask=tree)
 
 
 def _wanted_tasks() -> int:

@@ -43,14 +43,6 @@ def row_scores(module: Module, target: Target, rows: int, dtype: str) -> Functio
     return f
 
 
-def ask_rows(module: Module) -> Function:
-    """Ask for `count` rows of `size` bytes that are read soon."""
-    f = module.function("ask_rows", "ptr src, i64 row, i64 count, i64 size")
-    with f.loop(0, f.args.count) as row, f.loop(0, f.args.size, 64) as at:
-        f.prefetch(f.args.src + (row * f.args.row + at))
-    return f
-
-
 def _four_totals(f: Function, sums: list[Variable]) -> Value:
     """The totals of four vectors as one vector: sums of neighbours, twice, then of halves."""
     a, b, c, d = (x.value for x in sums)

@@ -235,20 +235,8 @@ def attend(
     token = along_rows(piece.token, form)
     col = k_start + along_keys(tl.arange(0, K.ROWS), form)
     scores = dot(k_tile, q_tile, None, form) if form.TURNED else dot(q_tile, tl.trans(k_tile), None, form)
-    factor = LOG2E
-    if form.LATE:
-        factor = numbers.scale * LOG2E
-    else:
-        distance = 0.0
-        if inputs.slopes is not None:
-            distance = tl.abs(token + piece.shift - col).to(tl.float32)
-        scores = step(scores * numbers.scale, distance, operands_of(piece, inputs, form))
-    if form.PAGE != 0:
-        # A page that does not exist makes its keys NaN: a result that nobody takes for one.
-        exists = (page >= 0) & (page < numbers.pages)
-        if form.PAGE < K.ROWS:
-            exists = along_keys(exists, form)
-        scores = tl.where(exists, scores, float("nan"))
+    factor = numbers.scale * LOG2E if form.LATE else LOG2E
+    scores = finished(scores, token, col, page, piece, inputs, numbers, K, form, step)
     visible = None
     if KIND != FULL:
         visible = visible_to(token, col, piece, inputs, numbers)
@@ -268,6 +256,24 @@ def attend(
         if is_finite(v_tile) == 0:
             acc = add_special_values(acc, visible, v_tile, form)
     return new_max, row_sum, acc
+
+
+@device
+def finished(
+    scores, token, col, page, piece, inputs, numbers, box: tl.constexpr, form: tl.constexpr, step: tl.constexpr
+):
+    """The scores after all terms; NaN for the keys of a page that does not exist, which nobody takes for a result."""
+    if not form.LATE:
+        distance = 0.0
+        if inputs.slopes is not None:
+            distance = tl.abs(token + piece.shift - col).to(tl.float32)
+        scores = step(scores * numbers.scale, distance, operands_of(piece, inputs, form))
+    if form.PAGE != 0:
+        exists = (page >= 0) & (page < numbers.pages)
+        if form.PAGE < box.ROWS:
+            exists = along_keys(exists, form)
+        scores = tl.where(exists, scores, float("nan"))
+    return scores
 
 
 @device
