@@ -117,9 +117,10 @@ def plot(
     output.mkdir(parents=True, exist_ok=True)
     for direction in ("forward", "backward", "decode"):
         rates = figures.read(results, direction)
+        name = stem if stem.endswith(direction) else f"{stem}-{direction}"
         for kind, draw in (("rates", figures.over_length), ("ratios", figures.against_best)):
             for theme in figures.THEMES:
-                path = output / f"{stem}-{direction}-{kind}-{theme}.svg"
+                path = output / f"{name}-{kind}-{theme}.svg"
                 if draw(rates, path, theme):
                     drawn.append(path)
     if not drawn:
