@@ -19,10 +19,11 @@ demo: $(ready)
 test: $(ready)
 	$(run)/pytest
 
-# The kernels of both GPU backends, compiled for GPUs that are not here by the oldest and by the newest Triton.
+# The kernels of both GPU backends, compiled for GPUs that are not here by the oldest and by the newest Triton: half an
+# hour on 2 cores, or some of them: make test-compiled ONLY='causal or every_feature'
 test-compiled: .venv-triton-$(OLDEST_TRITON)/ready .venv-triton-$(NEWEST_TRITON)/ready
-	.venv-triton-$(OLDEST_TRITON)/bin/python -m pytest -n auto --dist worksteal $(compiled)
-	.venv-triton-$(NEWEST_TRITON)/bin/python -m pytest -n auto --dist worksteal $(compiled)
+	.venv-triton-$(OLDEST_TRITON)/bin/python -m pytest -n auto --dist worksteal -k '$(ONLY)' $(compiled)
+	.venv-triton-$(NEWEST_TRITON)/bin/python -m pytest -n auto --dist worksteal -k '$(ONLY)' $(compiled)
 
 # Triton's kernels in its interpreter. Tests of the backward check the outputs, too: their twins without it are left out.
 test-interpreted: .venv-triton-$(NEWEST_TRITON)/ready
