@@ -193,8 +193,8 @@ CASES: dict[str, tuple[torch.dtype, int]] = {
 
 # Per step of the innermost loop. The rest of the accumulators' 128 registers per thread is too little for this one.
 MAX_SPILLS = 16
-# The fastest of those that were timed on an H200, all the same.
-KNOWN_SPILLS = {("bf16 D128", 90, "query_kernel"): 20, ("fp32 D64", 90, "forward_kernel"): 24}
+# The fastest of those that were timed on an H200, all the same, with what they had when they were timed.
+KNOWN_SPILLS = {("bf16 D128", 90, "query_kernel"): 20, ("fp32 D64", 90, "forward_kernel"): 25}
 
 
 @pytest.mark.parametrize("sm", GPUS)
