@@ -37,6 +37,22 @@ POINTERS = {
     torch.int32: "*i32",
 }
 
+DIRECTIONS: dict[str, config.Direction] = {
+    "measure": "delta",
+    "split": "delta",
+    "halves": "forward",
+    "whole": "forward",
+    "delta": "delta",
+    "halves_key": "key_value",
+    "halves_value": "key_value",
+    "halves_query": "query",
+    "key": "key_value",
+    "value": "key_value",
+    "query": "query",
+    "bias": "bias",
+}
+"""What bounds the shared memory of a step's kernels."""
+
 
 class Kernel(NamedTuple):
     """One kernel as the host would launch it."""
@@ -73,18 +89,15 @@ def kernels(
     out, lse = torch.empty_like(q), empty(*((8, 4096) if packed else shape[:3]))
     dbias = None if tensors.bias is None else torch.empty_like(tensors.bias)
     grads = Gradients(*map(torch.empty_like, (q, k, v)), dbias)
+    forward = launch.prepare_forward(problem, tensors, out, gpu(sm))
     steps = launch.prepare_backward(problem, tensors, out, out, grads, gpu(sm))
-    groups = [launch.prepare_forward(problem, tensors, out, gpu(sm)), *steps]
-    given = [launch.forward_arguments(problem, tensors, out, lse, lse)]
-    given += launch.backward_arguments(
-        problem, tensors, out, lse, out, None, (lse, lse, None, lse), grads, bool(steps.value)
-    )
-    directions = ("forward", "delta", "key_value", "key_value", "query", "bias")
-    for direction, group, arguments in zip(directions, groups, given, strict=True):
-        if not group:
-            continue
-        bound = config.shared_bytes(problem, direction, group[0].tiles, gpu(sm))
+    room = launch._room(problem, steps, tensors, out)
+    given = launch.forward_arguments(problem, tensors, out, lse, room._replace(dout=None))
+    others = (out, lse, out, None, lse, None, lse)
+    given += launch.backward_arguments(problem, tensors, grads, others, room, steps)
+    for name, group, arguments in zip((*forward._fields, *steps._fields), (*forward, *steps), given, strict=True):
         for prepared in group:
+            bound = config.shared_bytes(problem, DIRECTIONS[name], group[0].tiles, gpu(sm))
             yield Kernel(prepared.kernel.__name__, prepared, (*arguments, *prepared.constant), bound)
 
 

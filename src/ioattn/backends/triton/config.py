@@ -66,10 +66,10 @@ DELTA = Tiles(64, 64, 4, 1)
 X6 = "bf16x6"
 
 FP16X3 = "fp16x3"
-"""Three products of halves in fp16, scaled, where nothing but the band hides anything: see `kernels.products`.
+"""Three products of halves in fp16, prepared by a pass before, for the heads whose numbers fit: see `kernels.halves`."""
 
-In no row yet: right in the interpreter and compiled, but neither run nor timed on a GPU. `ioattn bench tune` does both.
-"""
+SPLIT_ROWS = 256
+"""So many queries and keys are worth that pass, whose time grows with their sum and not with their product."""
 
 TABLE: dict[tuple[Family, Direction, int], tuple[Row, ...]] = {
     ("wgmma", "forward", 2): (
@@ -141,21 +141,25 @@ causal problems (`tests/test_triton_compile.py`)."""
 def choose(problem: Problem, direction: Direction, gpu: Gpu | None) -> Tiles:
     """The tiles of one kernel; `gpu` is None in Triton's interpreter."""
     if gpu is None:
-        splits = INTERPRETER.precision == FP16X3 and not _may_split(problem)
-        return INTERPRETER._replace(precision=X6) if splits else INTERPRETER
+        return INTERPRETER if _may_split(problem, direction) else _whole(INTERPRETER)
     if direction == "delta":
         return DELTA
-    # A tile of the bias's gradient costs what a tile of dQ costs.
-    row_of: Direction = "query" if direction == "bias" else direction
-    width = max(padded(problem.dim), padded(problem.dim_v))
-    rows = TABLE[gpu.family, row_of, problem.dtype.itemsize]
-    choices = next(row.choices for row in rows if width <= row.max_width)
-    if gpu.tensor_memory or not _may_split(problem):
-        choices = tuple(t for t in choices if t.precision != FP16X3)
+    choices = _choices(problem, direction, gpu)
+    may_split = _may_split(problem, direction) and not gpu.tensor_memory
+    may_split = may_split and min(problem.len_q, problem.len_k) >= SPLIT_ROWS
+    halves = [t for t in choices if t.precision == FP16X3 and fits(problem, direction, t, gpu)]
+    return halves[0] if halves and may_split else choose_whole(problem, direction, gpu)
+
+
+def choose_whole(problem: Problem, direction: Direction, gpu: Gpu | None) -> Tiles:
+    """The tiles of one kernel for numbers that do not fit in halves."""
+    if gpu is None:
+        return _whole(INTERPRETER)
+    choices = [t for t in _choices(problem, direction, gpu) if t.precision != FP16X3]
     if problem.precision is not None:
-        choices = tuple(t._replace(precision=problem.precision) for t in choices if t.precision != FP16X3)
-    tiles = next((t for t in choices if shared_bytes(problem, direction, t, gpu) <= gpu.shared_memory), choices[-1])
-    while shared_bytes(problem, direction, tiles, gpu) > gpu.shared_memory and _smaller(tiles) != tiles:
+        choices = [t._replace(precision=problem.precision) for t in choices]
+    tiles = next((t for t in choices if fits(problem, direction, t, gpu)), choices[-1])
+    while not fits(problem, direction, tiles, gpu) and _smaller(tiles) != tiles:
         tiles = _smaller(tiles)
     if gpu.tensor_memory and problem.dtype.itemsize == 4:
         # Triton 3.6 compiles some float32 kernels to nothing at all for sm_100, not so where 32 rows keep it off that
@@ -164,17 +168,34 @@ def choose(problem: Problem, direction: Direction, gpu: Gpu | None) -> Tiles:
     return tiles
 
 
-def _may_split(problem: Problem) -> bool:
-    """Whether "fp16x3" applies: the gradients of bias and sinks are not repaired, and slack has no place in maxima."""
-    absent = problem.bias is None and problem.mask is None and not problem.sinks and not problem.packed
-    return absent and min(problem.batch, problem.len_q, problem.len_k) > 0
+def _choices(problem: Problem, direction: Direction, gpu: Gpu) -> tuple[Tiles, ...]:
+    # A tile of the bias's gradient costs what a tile of dQ costs.
+    row_of: Direction = "query" if direction == "bias" else direction
+    width = max(padded(problem.dim), padded(problem.dim_v))
+    return next(r.choices for r in TABLE[gpu.family, row_of, problem.dtype.itemsize] if width <= r.max_width)
+
+
+def fits(problem: Problem, direction: Direction, tiles: Tiles, gpu: Gpu) -> bool:
+    """Whether the GPU has the shared memory that these tiles need."""
+    return shared_bytes(problem, direction, tiles, gpu) <= gpu.shared_memory
+
+
+def _whole(tiles: Tiles) -> Tiles:
+    return tiles._replace(precision=X6) if tiles.precision == FP16X3 else tiles
+
+
+def _may_split(problem: Problem, direction: Direction) -> bool:
+    """Whether "fp16x3" applies; what a mask hides may have any size, and has no say in how the rest is computed."""
+    if problem.dtype.itemsize != 4 or problem.precision is not None or direction in ("delta", "bias"):
+        return False
+    return problem.mask is None and min(problem.batch, problem.len_q, problem.len_k) > 0
 
 
 def objections(problem: Problem, gpu: Gpu | None) -> list[str]:
     """Why not even the smallest tiles fit on this GPU, if so."""
     if gpu is None:
         return []
-    needs = max(shared_bytes(problem, kernel, choose(problem, kernel, gpu), gpu) for kernel in get_args(Direction))
+    needs = max(shared_bytes(problem, kernel, choose_whole(problem, kernel, gpu), gpu) for kernel in get_args(Direction) if kernel != "delta")
     if needs <= gpu.shared_memory:
         return []
     return [f"the smallest tiles need {needs} bytes of shared memory; this GPU has {gpu.shared_memory} per program"]
@@ -193,10 +214,7 @@ def shared_bytes(problem: Problem, direction: Direction, tiles: Tiles, gpu: Gpu)
     extra = scores * (_bias_size(problem) + (problem.mask is not None)) + 2 * 4 * tiles.q_tile
     stages = 1 if direction == "bias" else tiles.num_stages
     total = stages * (walked * size + extra) + kept * size
-    if tiles.precision == FP16X3:
-        # What is kept lies in three bf16 parts for the edges, and where heads share a key in two halves besides.
-        total += kept * (6 if direction == "key_value" else 2)
-    elif size == 4:
+    if size == 4 and tiles.precision != FP16X3:
         # Operands in three bf16 parts, of which some go through shared memory; measured, rounded up.
         total += 2 * (scores + max(q_rows, k_rows))
     if gpu.tensor_memory:

@@ -9,7 +9,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ioattn.backends.triton.kernels.products import multiply, only_finite, scales_of, unscaled
+from ioattn.backends.triton.kernels.products import (
+    FP16X3,
+    belongs_to_others,
+    dot,
+    multiply,
+    only_finite,
+    scales_of,
+    split,
+)
 from ioattn.backends.triton.kernels.tiles import (
     EDGE,
     FULL,
@@ -27,11 +35,16 @@ from ioattn.backends.triton.kernels.tiles import (
     operands_at,
     or_zero,
     place,
+    rounded,
     row_at,
+    score_scale,
     sequence_of,
     store_tile,
     visible_at,
 )
+
+LARGEST = tl.constexpr(32768.0)
+"""What scales weights, which are at most 1, before they are split into halves."""
 
 
 @triton.jit
@@ -40,7 +53,10 @@ def forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.const
     numbers = decoded(numbers)
     batch, head, tile = place(numbers, inputs.hi is not None)
     seq = sequence_of(batch, inputs, numbers, form)
-    scales = scales_of(inputs, seq.batch, head // form.GROUP, numbers, numbers.heads // form.GROUP, form)
+    if inputs.scales is not None:
+        if belongs_to_others(inputs, seq.batch, head // form.GROUP, numbers.heads // form.GROUP, numbers, form):
+            return
+    scales = scales_of(inputs, seq.batch, head // form.GROUP, numbers.heads // form.GROUP, form)
     task = Task(inputs, numbers, head, seq, scales)
     if inputs.starts_q is not None and batch == numbers.batch:
         clear_slack(out, seq.start_q, numbers.rows_q, head, tile, numbers, form.OUT)
@@ -67,10 +83,11 @@ def store_results(row_max, row_sum, acc, out, lse, q_start, task, form: tl.const
     seq = task.seq
     # A row that saw no key has row_sum 0 (or only its sink's 1) and acc 0: out 0.
     acc = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
-    acc *= unscaled(task.scales.weights, task.scales.v)
+    if form.PRECISION == FP16X3:
+        acc *= task.scales.v * (1.0 / LARGEST)
     store_tile(acc, out, row_at(out, seq.batch, task.head, seq.start_q), q_start, seq.len_q, form.OUT)
     if form.LATE:
-        row_max *= task.numbers.scale
+        row_max *= score_scale(task)
     row = q_start + tl.arange(0, form.Q.ROWS)
     pointers = row_at(lse, seq.batch, task.head, seq.start_q) + row.to(tl.int64) * lse.row
     tl.store(pointers, row_max + tl.log(row_sum), mask=row < seq.len_q)
@@ -84,13 +101,12 @@ def attend(
     keys = load_keys(task, k_start, form, KIND)
     row = (q_start + tl.arange(0, form.Q.ROWS))[:, None]
     col = (k_start + tl.arange(0, form.K.ROWS))[None, :]
-    scales = task.scales
-    scores = multiply(q_tile, scales.q, keys.k, scales.k, None, form, KIND, True, False)
+    scores = multiply(q_tile, keys.k, form, True)
     factor = LOG2E
     if form.LATE:
-        factor = task.numbers.scale * LOG2E
+        factor = score_scale(task) * LOG2E
     else:
-        scores = step(scores * task.numbers.scale, distance_at(row, col, task), operands_at(row, col, task))
+        scores = step(scores * score_scale(task), distance_at(row, col, task), operands_at(row, col, task))
     if KIND != FULL:
         scores = tl.where(visible_at(row, col, task), scores, -INF)
     new_max = tl.maximum(row_max, tl.max(scores, 1))
@@ -101,8 +117,12 @@ def attend(
         weights = tl.exp2((scores - shift[:, None]) * factor)
     rescale = tl.exp2((row_max - shift) * factor)
     row_sum = rescale * row_sum + tl.sum(weights, 1)
-    v_tile = only_finite(keys.v, KIND)
-    acc = multiply(weights, scales.weights, v_tile, scales.v, rescale[:, None] * acc, form, KIND, False, False)
+    acc = rescale[:, None] * acc
+    if form.PRECISION == FP16X3:
+        acc += multiply(split(weights * LARGEST), keys.v, form, False)
+    else:
+        v_tile = only_finite(keys.v, KIND)
+        acc = dot(rounded(weights, v_tile.dtype), v_tile, acc, form)
     return new_max, row_sum, acc
 
 

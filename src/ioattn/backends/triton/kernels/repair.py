@@ -44,7 +44,7 @@ def repair_forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: t
     numbers = decoded(numbers)
     batch, head, tile = place(numbers, inputs.hi is not None)
     seq = sequence_of(batch, inputs, numbers, form)
-    scales = scales_of(inputs, seq.batch, head // form.GROUP, numbers, numbers.heads // form.GROUP, form)
+    scales = scales_of(inputs, seq.batch, head // form.GROUP, numbers.heads // form.GROUP, form)
     task = Task(inputs, numbers, head, seq, scales)
     q_start = tile * form.Q.ROWS
     if q_start >= seq.len_q:
@@ -85,7 +85,7 @@ def repair_key_value_kernel(
         return
     if is_finite_at(dk, kv_head, k_start, seq, form.K) & is_finite_at(dv, kv_head, k_start, seq, form.V):
         return
-    scales = scales_of(inputs, seq.batch, kv_head, numbers, numbers.heads, form)
+    scales = scales_of(inputs, seq.batch, kv_head, numbers.heads, form)
     task = Task(inputs, numbers, kv_head * form.GROUP, seq, scales)
     keys = load_keys(task, k_start, form, EDGE)
     dk_tile = sum_for(dk, form.K)
@@ -133,7 +133,7 @@ def repair_query_kernel(
     numbers = decoded(numbers)
     batch, head, tile = place(numbers, inputs.hi is not None)
     seq = sequence_of(batch, inputs, numbers, form)
-    scales = scales_of(inputs, seq.batch, head // form.GROUP, numbers, numbers.heads // form.GROUP, form)
+    scales = scales_of(inputs, seq.batch, head // form.GROUP, numbers.heads // form.GROUP, form)
     task = Task(inputs, numbers, head, seq, scales)
     q_start = tile * form.Q.ROWS
     if q_start >= seq.len_q:

@@ -53,6 +53,13 @@ class Task(NamedTuple):
     scales: Any
 
 
+class Halves(NamedTuple):
+    """An operand of products as a sum of two in float16."""
+
+    high: Any
+    low: Any
+
+
 class Queries(NamedTuple):
     """A tile of queries and what the backward knows of them."""
 
@@ -238,6 +245,23 @@ def load_tile(matrix, first, start, n, box: tl.constexpr, KIND: tl.constexpr):
 
 
 @device
+def load_operand(matrix, first, start, n, box: tl.constexpr, form: tl.constexpr, KIND: tl.constexpr):
+    """A tile as products take it: as it is, or in halves, which lie side by side in memory and fill the tile."""
+    if form.PRECISION == "fp16x3":
+        pointers = pointers_at(matrix, first, start, box)
+        exists = None
+        other = None
+        if KIND != FULL:
+            exists = (start + tl.arange(0, box.ROWS) < n)[:, None]
+            other = 0.0
+        low = tl.load(pointers + box.WIDTH, mask=exists, other=other)
+        operand = Halves(tl.load(pointers, mask=exists, other=other), low)
+    else:
+        operand = load_tile(matrix, first, start, n, box, KIND)
+    return operand
+
+
+@device
 def store_tile(value, matrix, first, start, n, box: tl.constexpr):
     """Overwrite what exists of a tile, in the matrix's type."""
     pointers = pointers_at(matrix, first, start, box)
@@ -280,7 +304,7 @@ def load_q(task, start, form: tl.constexpr, KIND: tl.constexpr):
     """A tile of Q."""
     q = task.inputs.q
     first = row_at(q, task.seq.batch, task.head, task.seq.start_q)
-    return load_tile(q, first, start, task.seq.len_q, form.Q, KIND)
+    return load_operand(q, first, start, task.seq.len_q, form.Q, form, KIND)
 
 
 @device
@@ -288,7 +312,7 @@ def load_queries(task, upstream, start, form: tl.constexpr, KIND: tl.constexpr):
     """A tile of queries; the LSE of one that saw nothing is 0, which makes exp(-inf - lse) 0 and not NaN."""
     q = load_q(task, start, form, KIND)
     first = row_at(upstream.dout, task.seq.batch, task.head, task.seq.start_q)
-    dout = load_tile(upstream.dout, first, start, task.seq.len_q, form.OUT, KIND)
+    dout = load_operand(upstream.dout, first, start, task.seq.len_q, form.OUT, form, KIND)
     lse = or_zero(load_rows(upstream.lse, task, start, KIND, form.Q.ROWS))
     return Queries(start, q, dout, lse, load_rows(upstream.delta, task, start, KIND, form.Q.ROWS))
 
@@ -301,8 +325,8 @@ def load_keys(task, start, form: tl.constexpr, KIND: tl.constexpr):
     kv_head = task.head // form.GROUP
     first_k = row_at(k, task.seq.batch, kv_head, task.seq.start_k)
     first_v = row_at(v, task.seq.batch, kv_head, task.seq.start_k)
-    k_tile = load_tile(k, first_k, start, task.seq.len_k, form.K, KIND)
-    return Keys(start, k_tile, load_tile(v, first_v, start, task.seq.len_k, form.V, KIND))
+    k_tile = load_operand(k, first_k, start, task.seq.len_k, form.K, form, KIND)
+    return Keys(start, k_tile, load_operand(v, first_v, start, task.seq.len_k, form.V, form, KIND))
 
 
 @device
@@ -348,12 +372,19 @@ def operands_at(row, col, task):
 
 
 @device
+def score_scale(task):
+    """What makes a product of Q and K a score."""
+    return task.numbers.scale * task.scales.q * task.scales.k
+
+
+@device
 def weights_of(product, distance, operands, lse, task, form: tl.constexpr, step: tl.constexpr):
     """exp(scores - lse) of a tile whose scores start as `product`, with an `lse` that broadcasts to it."""
+    scale = score_scale(task)
     if form.FUSED:
-        weights = tl.exp2(product * (task.numbers.scale * LOG2E) - lse * LOG2E)
+        weights = tl.exp2(product * (scale * LOG2E) - lse * LOG2E)
     else:
-        weights = tl.exp2((step(product * task.numbers.scale, distance, operands) - lse) * LOG2E)
+        weights = tl.exp2((step(product * scale, distance, operands) - lse) * LOG2E)
     return weights
 
 
