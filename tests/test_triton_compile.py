@@ -91,9 +91,10 @@ def kernels(
     grads = Gradients(*map(torch.empty_like, (q, k, v)), dbias)
     forward = launch.prepare_forward(problem, tensors, out, gpu(sm))
     steps = launch.prepare_backward(problem, tensors, out, out, grads, gpu(sm))
-    room = launch._room(problem, steps, tensors, out)
+    room = launch.room_of(problem, (*forward, *steps), tensors, out)
     given = launch.forward_arguments(problem, tensors, out, lse, room._replace(dout=None))
-    others = (out, lse, out, None, lse, None, lse)
+    totals = lse if problem.sinks or dbias is not None else None
+    others = (out, lse, out, None, lse, totals, None)
     given += launch.backward_arguments(problem, tensors, grads, others, room, steps)
     for name, group, arguments in zip((*forward._fields, *steps._fields), (*forward, *steps), given, strict=True):
         for prepared in group:

@@ -89,11 +89,11 @@ def forward(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> Non
             return forward_arguments(problem, Tensors(*x[:count]), *x[count : count + 2], Room(*x[count + 2 :]))
 
         steps = prepare_forward(problem, tensors, out, gpu_of(problem.device))
-        return Call(steps, describe, (*every, *_room(problem, steps, tensors, None)))
+        return Call(steps, describe, (*every, *room_of(problem, steps, tensors, None)))
 
     call = remember(("forward", id(problem), *map(layout_of, every)), problem, prepare)
     with launching_on(problem.device):
-        call((*every, *_room(problem, call.groups, tensors, None)))
+        call((*every, *room_of(problem, call.groups, tensors, None)))
 
 
 def backward(
@@ -114,7 +114,7 @@ def backward(
             inputs, gradients, room = Tensors(*x[:count]), Gradients(*x[count : last - 7]), Room(*x[last:])
             return backward_arguments(problem, inputs, gradients, x[last - 7 : last], room, steps)
 
-        example = (*every, *_room(problem, steps, tensors, dout))
+        example = (*every, *room_of(problem, steps, tensors, dout))
         before = Call(steps[:-1], lambda x: describe(x)[:-1], example)
         return before, Call([steps.bias], lambda x: describe(x)[-1:], example)
 
@@ -123,7 +123,7 @@ def backward(
         if grads.dbias is not None:
             # The walk over keys leaves out what the band hides.
             grads.dbias.zero_()
-        everything = (*every, *_room(problem, before.groups, tensors, dout))
+        everything = (*every, *room_of(problem, before.groups, tensors, dout))
         before(everything)
         if totals is None:
             return
@@ -138,7 +138,8 @@ def backward(
             grads.dsinks.copy_(-of_rows.sum(-1 if problem.packed else (0, -1)))
 
 
-def _room(problem: Problem, steps: Sequence[Group], tensors: Tensors, dout: Tensor | None) -> Room:
+def room_of(problem: Problem, steps: Sequence[Group], tensors: Tensors, dout: Tensor | None) -> Room:
+    """Scratch tensors for these steps."""
     return halves.room_for(problem, (*tensors[:3], dout)) if halves.wanted(steps) else Room()
 
 
