@@ -133,6 +133,8 @@ class Box(NamedTuple):
     WIDTH: int
     WIDE: bool
     """An offset inside of the tile may need more than 31 bits."""
+    PIECE: int = 0
+    """A tile is held in pieces of so many columns; decoding knows no pieces."""
 
 
 class Form(NamedTuple):

@@ -54,6 +54,10 @@ Group = list[Prepared]
 """Kernels that are handed the same arguments."""
 
 
+PIECE = 64
+"""Columns of halves that tensor cores sum in one go: less is lost, and the sums of one piece take fewer registers."""
+
+
 class ForwardSteps(NamedTuple):
     """The kernels of a forward, in order; see `halves` for the first two."""
 
@@ -374,13 +378,18 @@ def _numbers(problem: Problem, tensors: Tensors, heads: int, tiles: int) -> Numb
 
 
 def _form(problem: Problem, tiles: Tiles, wide: bool) -> Form:
-    d, dv = (problem.dim, padded(problem.dim), wide), (problem.dim_v, padded(problem.dim_v), wide)
+    halves = tiles.precision == config.FP16X3
+
+    def box(rows: int, columns: int) -> Any:
+        width = padded(columns)
+        return constant_box(Box(rows, columns, width, wide, min(PIECE, width) if halves else width))
+
     late = not problem.terms and not problem.sinks and problem.scale > 0
     return Form(
-        Q=constant_box(Box(tiles.q_tile, *d)),
-        K=constant_box(Box(tiles.k_tile, *d)),
-        V=constant_box(Box(tiles.k_tile, *dv)),
-        OUT=constant_box(Box(tiles.q_tile, *dv)),
+        Q=box(tiles.q_tile, problem.dim),
+        K=box(tiles.k_tile, problem.dim),
+        V=box(tiles.k_tile, problem.dim_v),
+        OUT=box(tiles.q_tile, problem.dim_v),
         GROUP=problem.group,
         BOTTOM_RIGHT=problem.align == "bottom-right",
         LATE=late,

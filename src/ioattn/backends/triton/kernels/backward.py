@@ -35,6 +35,7 @@ from ioattn.backends.triton.kernels.tiles import (
     store_tile,
     visible_at,
     weights_of,
+    zeros_for,
 )
 
 
@@ -96,7 +97,7 @@ def key_value_kernel(inputs, upstream, dk, dv, numbers, form: tl.constexpr, step
 @device
 def sum_for(matrix, box: tl.constexpr):
     """Zeros for the sum of a tile, or for nothing."""
-    return tl.zeros((1, 1), tl.float32) if matrix is None else tl.zeros((box.ROWS, box.WIDTH), tl.float32)
+    return () if matrix is None else zeros_for(box)
 
 
 @device
@@ -105,12 +106,10 @@ def store_keys(dk_tile, dv_tile, dk, dv, kv_head, k_start, task, form: tl.conste
     seq = task.seq
     if dk is not None:
         first = row_at(dk, seq.batch, kv_head, seq.start_k)
-        dk_tile *= task.numbers.scale * task.scales.q
-        store_tile(dk_tile, dk, first, k_start, seq.len_k, form.K)
+        store_tile(dk_tile, task.numbers.scale * task.scales.q, dk, first, k_start, seq.len_k, form.K)
     if dv is not None:
         first = row_at(dv, seq.batch, kv_head, seq.start_k)
-        dv_tile *= task.scales.dout
-        store_tile(dv_tile, dv, first, k_start, seq.len_k, form.V)
+        store_tile(dv_tile, task.scales.dout, dv, first, k_start, seq.len_k, form.V)
 
 
 @device
@@ -132,7 +131,7 @@ def add_queries(
     col = (keys.start + tl.arange(0, form.K.ROWS))[:, None]
     operands = operands_at(row, col, task)
     distance = distance_at(row, col, task)
-    product = multiply(keys.k, queries.q, form, True)
+    product = multiply(keys.k, queries.q, form)
     weights = weights_of(product, distance, operands, queries.lse[None, :], task, form, step)
     if KIND != FULL:
         # Where a row's lse is NaN, exp has not made the hidden weights zero.
@@ -141,7 +140,7 @@ def add_queries(
     if dv is not None:
         dv_tile = add_product(dv_tile, weights, only_finite(queries.dout, KIND), form)
     if dk is not None:
-        dweights = multiply(keys.v, queries.dout, form, True) * (task.scales.v * task.scales.dout)
+        dweights = multiply(keys.v, queries.dout, form) * (task.scales.v * task.scales.dout)
         dscores = weights * (dweights - queries.delta[None, :])
         if KIND != FULL:
             dscores = tl.where(visible, dscores, 0.0)
@@ -173,7 +172,7 @@ def query_kernel(
     if q_start >= seq.len_q:
         return
     queries = load_queries(task, upstream, q_start, form, EDGE)
-    dq_tile = tl.zeros((form.Q.ROWS, form.Q.WIDTH), tl.float32)
+    dq_tile = zeros_for(form.Q)
     total = tl.zeros((form.Q.ROWS,), tl.float32)
     ranges = key_ranges(q_start, task, form)
     for k_start in range(ranges.full_start, ranges.full_end, form.K.ROWS):
@@ -182,8 +181,7 @@ def query_kernel(
     for edge in range(ranges.edges):
         keys = load_keys(task, edge_start(edge, ranges, form.K.ROWS), form, EDGE)
         dq_tile, total = add_keys(dq_tile, total, queries, keys, task, dbias, totals, form, step, dstep, EDGE)
-    dq_tile *= numbers.scale * scales.k
-    store_tile(dq_tile, dq, row_at(dq, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q)
+    store_tile(dq_tile, numbers.scale * scales.k, dq, row_at(dq, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q)
     if totals is not None:
         row = q_start + tl.arange(0, form.Q.ROWS)
         pointers = row_at(totals, seq.batch, head, seq.start_q + row.to(tl.int64))
@@ -209,7 +207,7 @@ def add_keys(
     col = (keys.start + tl.arange(0, form.K.ROWS))[None, :]
     operands = operands_at(row, col, task)
     distance = distance_at(row, col, task)
-    product = multiply(queries.q, keys.k, form, True)
+    product = multiply(queries.q, keys.k, form)
     dscores = dscores_of(product, distance, operands, queries, keys, task, form, step, KIND)
     if KIND != FULL:
         dscores = tl.where(visible_at(row, col, task), dscores, 0.0)
@@ -229,7 +227,7 @@ def dscores_of(
 ):
     """The gradient of the finished scores of a tile, [Q, K], before the mask."""
     weights = weights_of(product, distance, operands, queries.lse[:, None], task, form, step)
-    dweights = multiply(queries.dout, keys.v, form, True) * (task.scales.v * task.scales.dout)
+    dweights = multiply(queries.dout, keys.v, form) * (task.scales.v * task.scales.dout)
     return weights * (dweights - queries.delta[:, None])
 
 
@@ -288,7 +286,7 @@ def dscores_at(queries, keys, task, form: tl.constexpr, step: tl.constexpr):
     """The gradient of the finished scores of a tile, [Q, K]."""
     row = (queries.start + tl.arange(0, form.Q.ROWS))[:, None]
     col = (keys.start + tl.arange(0, form.K.ROWS))[None, :]
-    product = multiply(queries.q, keys.k, form, True)
+    product = multiply(queries.q, keys.k, form)
     operands = operands_at(row, col, task)
     dscores = dscores_of(product, distance_at(row, col, task), operands, queries, keys, task, form, step, EDGE)
     return tl.where(visible_at(row, col, task), dscores, 0.0)

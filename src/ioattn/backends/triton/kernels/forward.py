@@ -11,12 +11,12 @@ import triton.language as tl
 
 from ioattn.backends.triton.kernels.products import (
     FP16X3,
+    add_halves,
     belongs_to_others,
     dot,
     multiply,
     only_finite,
     scales_of,
-    split,
 )
 from ioattn.backends.triton.kernels.tiles import (
     EDGE,
@@ -41,6 +41,7 @@ from ioattn.backends.triton.kernels.tiles import (
     sequence_of,
     store_tile,
     visible_at,
+    zeros_for,
 )
 
 LARGEST = tl.constexpr(32768.0)
@@ -68,7 +69,7 @@ def forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.const
     q_tile = load_q(task, q_start, form, EDGE)
     ranges = key_ranges(q_start, task, form)
     row_max, row_sum = sink_or_nothing(task, form)
-    acc = tl.zeros((form.OUT.ROWS, form.OUT.WIDTH), tl.float32)
+    acc = zeros_for(form.OUT)
     for k_start in range(ranges.full_start, ranges.full_end, form.K.ROWS):
         row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, q_start, k_start, task, form, step, FULL)
     for edge in range(ranges.edges):
@@ -82,10 +83,10 @@ def store_results(row_max, row_sum, acc, out, lse, q_start, task, form: tl.const
     """Divide by the sum of the weights and write `out` and `lse`."""
     seq = task.seq
     # A row that saw no key has row_sum 0 (or only its sink's 1) and acc 0: out 0.
-    acc = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
+    factor = 1.0 / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
     if form.PRECISION == FP16X3:
-        acc *= task.scales.v * (1.0 / LARGEST)
-    store_tile(acc, out, row_at(out, seq.batch, task.head, seq.start_q), q_start, seq.len_q, form.OUT)
+        factor *= task.scales.v * (1.0 / LARGEST)
+    store_tile(acc, factor, out, row_at(out, seq.batch, task.head, seq.start_q), q_start, seq.len_q, form.OUT)
     if form.LATE:
         row_max *= score_scale(task)
     row = q_start + tl.arange(0, form.Q.ROWS)
@@ -101,7 +102,7 @@ def attend(
     keys = load_keys(task, k_start, form, KIND)
     row = (q_start + tl.arange(0, form.Q.ROWS))[:, None]
     col = (k_start + tl.arange(0, form.K.ROWS))[None, :]
-    scores = multiply(q_tile, keys.k, form, True)
+    scores = multiply(q_tile, keys.k, form)
     factor = LOG2E
     if form.LATE:
         factor = score_scale(task) * LOG2E
@@ -117,12 +118,11 @@ def attend(
         weights = tl.exp2((scores - shift[:, None]) * factor)
     rescale = tl.exp2((row_max - shift) * factor)
     row_sum = rescale * row_sum + tl.sum(weights, 1)
-    acc = rescale[:, None] * acc
     if form.PRECISION == FP16X3:
-        acc += multiply(split(weights * LARGEST), keys.v, form, False)
+        acc = add_halves(acc, rescale[:, None], weights * LARGEST, keys.v, 1.0, form)
     else:
         v_tile = only_finite(keys.v, KIND)
-        acc = dot(rounded(weights, v_tile.dtype), v_tile, acc, form)
+        acc = (dot(rounded(weights, v_tile.dtype), v_tile, rescale[:, None] * acc[0], form),)
     return new_max, row_sum, acc
 
 

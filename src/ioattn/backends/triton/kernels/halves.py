@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ioattn.backends.triton.kernels.products import power_of_two, split
+from ioattn.backends.triton.kernels.products import power_of_two
 from ioattn.backends.triton.kernels.tiles import EDGE, decoded, device, load_tile, row_at
 
 MAXIMA = tl.constexpr(257)
@@ -117,12 +117,13 @@ def split_tile(
             tl.store(scales + place, tl.where(fits, power_of_two(exponent - 14), float("nan")))
         if fits:
             values = load_tile(x, row_at(x, batch, head, 0), start, n, box, EDGE)
-            parts = split(values * power_of_two(14 - exponent))
+            values *= power_of_two(14 - exponent)
+            high = values.to(tl.float16)
             row = start + tl.arange(0, box.ROWS)
             exists = (row < n)[:, None]
             pointers = row_at(halves, batch, head, row.to(tl.int64))[:, None] + tl.arange(0, box.WIDTH)[None, :]
-            tl.store(pointers, parts.high, mask=exists)
-            tl.store(pointers + box.WIDTH, parts.low, mask=exists)
+            tl.store(pointers, high, mask=exists)
+            tl.store(pointers + box.WIDTH, (values - high.to(tl.float32)).to(tl.float16), mask=exists)
 
 
 @device

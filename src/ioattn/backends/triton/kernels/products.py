@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from ioattn.backends.triton.kernels.tiles import EXACT, INF, INTERPRETED, Halves, device, rounded
+from ioattn.backends.triton.kernels.tiles import EXACT, INF, INTERPRETED, device, rounded
 
 FP16X3 = tl.constexpr("fp16x3")
 
@@ -48,47 +48,52 @@ def belongs_to_others(inputs, batch, kv_head, kv_heads, numbers, form: tl.conste
 
 
 @device
-def multiply(a, b, form: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """a @ b, or a @ b^T, of two operands that were loaded.
+def multiply(a, b, form: tl.constexpr):
+    """a @ b^T, of two operands that were loaded.
 
-    Of halves three products are summed, the small ones first: tensor cores cut off what they add up, and only what
-    follows the large product costs digits of its size.
+    Of halves three products are summed, the small ones first. Tensor cores cut off what does not fit in their sums, and
+    only what follows the first large product costs digits that count; the sums of pieces are added outside of them.
     """
     if form.PRECISION == FP16X3:
-        b_high = b.high
-        b_low = b.low
-        if TRANSPOSED:
-            b_high = tl.trans(b_high)
-            b_low = tl.trans(b_low)
-        product = dot(a.high, b_low, None, form)
-        product = dot(a.low, b_high, product, form)
-        product = dot(a.high, b_high, product, form)
+        product = None
+        for piece in tl.static_range(len(a.high)):
+            product = dot(a.high[piece], tl.trans(b.low[piece]), product, form)
+            product = dot(a.low[piece], tl.trans(b.high[piece]), product, form)
+        product = dot(a.high[0], tl.trans(b.high[0]), product, form)
+        for piece in tl.static_range(1, len(a.high)):
+            product += dot(a.high[piece], tl.trans(b.high[piece]), None, form)
     else:
-        product = dot(a, tl.trans(b) if TRANSPOSED else b, None, form)
+        product = dot(a, tl.trans(b), None, form)
     return product
 
 
 @device
 def add_product(acc, weights, values, form: tl.constexpr):
-    """acc + weights @ values, of weights that were computed.
-
-    Halves of weights are scaled row by row; the sum over tiles is taken outside of the tensor cores, which do not
-    round to nearest.
-    """
+    """acc + weights @ values, of weights that were computed; halves of them are scaled row by row."""
     if form.PRECISION == FP16X3:
         exponent = exponent_of(tl.max(tl.abs(weights), 1))
-        product = multiply(split(weights * power_of_two(14 - exponent)[:, None]), values, form, False)
-        acc += product * power_of_two(exponent - 14)[:, None]
+        weights = weights * power_of_two(14 - exponent)[:, None]
+        acc = add_halves(acc, 1.0, weights, values, power_of_two(exponent - 14)[:, None], form)
     else:
-        acc = dot(rounded(weights, values.dtype), values, acc, form)
+        acc = (dot(rounded(weights, values.dtype), values, acc[0], form),)
     return acc
 
 
 @device
-def split(x):
-    """x below 2^15 as the sum of two halves: to 2^-23 of itself, or 2^-25 where that is more."""
-    high = x.to(tl.float16)
-    return Halves(high, (x - high.to(tl.float32)).to(tl.float16))
+def add_halves(acc, acc_factor, weights, values, factor, form: tl.constexpr):
+    """acc_factor * acc + factor * (weights @ values), of weights below 2^15 that were computed.
+
+    Added outside of the tensor cores, which do not round to nearest.
+    """
+    high = weights.to(tl.float16)
+    low = (weights - high.to(tl.float32)).to(tl.float16)
+    sums = ()
+    for piece in tl.static_range(len(acc)):
+        product = dot(high, values.low[piece], None, form)
+        product = dot(low, values.high[piece], product, form)
+        product = dot(high, values.high[piece], product, form)
+        sums += (acc_factor * acc[piece] + product * factor,)
+    return sums
 
 
 @device

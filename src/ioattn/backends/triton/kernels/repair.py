@@ -35,6 +35,7 @@ from ioattn.backends.triton.kernels.tiles import (
     sequence_of,
     store_tile,
     visible_at,
+    zeros_for,
 )
 
 
@@ -54,7 +55,7 @@ def repair_forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: t
     q_tile = load_q(task, q_start, form, EDGE)
     ranges = every_tile(key_ranges(q_start, task, form), form.K.ROWS)
     row_max, row_sum = sink_or_nothing(task, form)
-    acc = tl.zeros((form.OUT.ROWS, form.OUT.WIDTH), tl.float32)
+    acc = zeros_for(form.OUT)
     for edge in range(ranges.edges):
         k_start = edge_start(edge, ranges, form.K.ROWS)
         row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, q_start, k_start, task, form, step, EXACT)
@@ -69,7 +70,7 @@ def add_special_values(acc, q_start, keys, task, form: tl.constexpr):
     """Add what is infinite or NaN in one tile of V, where it is visible."""
     row = (q_start + tl.arange(0, form.Q.ROWS))[:, None]
     col = (keys.start + tl.arange(0, form.K.ROWS))[None, :]
-    return add_special(acc, visible_at(row, col, task), keys.v, form, False)
+    return (add_special(acc[0], visible_at(row, col, task), keys.v, form, False),)
 
 
 @triton.jit
@@ -119,9 +120,9 @@ def add_special_queries(dk_tile, dv_tile, queries, k_start, task, dk, dv, form: 
     col = (k_start + tl.arange(0, form.K.ROWS))[:, None]
     visible = visible_at(row, col, task)
     if dk is not None:
-        dk_tile = add_special(dk_tile, visible, queries.q, form, True)
+        dk_tile = (add_special(dk_tile[0], visible, queries.q, form, True),)
     if dv is not None:
-        dv_tile = add_special(dv_tile, visible, queries.dout, form, False)
+        dv_tile = (add_special(dv_tile[0], visible, queries.dout, form, False),)
     return dk_tile, dv_tile
 
 
@@ -141,7 +142,7 @@ def repair_query_kernel(
     if is_finite(load_tile(dq, row_at(dq, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q, EDGE)):
         return
     queries = load_queries(task, upstream, q_start, form, EDGE)
-    dq_tile = tl.zeros((form.Q.ROWS, form.Q.WIDTH), tl.float32)
+    dq_tile = zeros_for(form.Q)
     total = tl.zeros((form.Q.ROWS,), tl.float32)
     ranges = every_tile(key_ranges(q_start, task, form), form.K.ROWS)
     for edge in range(ranges.edges):
@@ -150,8 +151,7 @@ def repair_query_kernel(
     for edge in range(ranges.edges):
         keys = load_keys(task, edge_start(edge, ranges, form.K.ROWS), form, EDGE)
         dq_tile = add_special_keys(dq_tile, q_start, keys, task, form)
-    dq_tile *= numbers.scale
-    store_tile(dq_tile, dq, row_at(dq, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q)
+    store_tile(dq_tile, numbers.scale, dq, row_at(dq, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q)
 
 
 @device
@@ -159,4 +159,4 @@ def add_special_keys(dq_tile, q_start, keys, task, form: tl.constexpr):
     """Add what is infinite or NaN in one tile of K, where it is visible."""
     row = (q_start + tl.arange(0, form.Q.ROWS))[:, None]
     col = (keys.start + tl.arange(0, form.K.ROWS))[None, :]
-    return add_special(dq_tile, visible_at(row, col, task), keys.k, form, True)
+    return (add_special(dq_tile[0], visible_at(row, col, task), keys.k, form, True),)

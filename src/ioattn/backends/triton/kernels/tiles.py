@@ -54,7 +54,7 @@ class Task(NamedTuple):
 
 
 class Halves(NamedTuple):
-    """An operand of products as a sum of two in float16."""
+    """An operand of products as a sum of two in float16, each in pieces."""
 
     high: Any
     low: Any
@@ -212,10 +212,10 @@ def row_at(matrix, batch, head, row):
 
 
 @device
-def pointers_at(matrix, first, start, box: tl.constexpr):
-    """The addresses of the tile that starts at row `start` behind row `first`."""
+def pointers_at(matrix, first, start, box: tl.constexpr, PIECE: tl.constexpr):
+    """The addresses of one piece of the tile that starts at row `start` behind row `first`."""
     row = tl.arange(0, box.ROWS)[:, None]
-    column = tl.arange(0, box.WIDTH)[None, :]
+    column = (PIECE * box.PIECE + tl.arange(0, box.PIECE))[None, :]
     if box.WIDE:
         row = row.to(tl.int64)
         column = column.to(tl.int64)
@@ -223,20 +223,20 @@ def pointers_at(matrix, first, start, box: tl.constexpr):
 
 
 @device
-def exists_at(start, n, box: tl.constexpr):
-    """Which elements of the tile exist in a matrix of n rows."""
+def exists_at(start, n, box: tl.constexpr, PIECE: tl.constexpr):
+    """Which elements of the piece exist in a matrix of n rows."""
     exists = (start + tl.arange(0, box.ROWS) < n)[:, None]
     if box.COLUMNS != box.WIDTH:
-        exists = exists & (tl.arange(0, box.WIDTH) < box.COLUMNS)[None, :]
+        exists = exists & (PIECE * box.PIECE + tl.arange(0, box.PIECE) < box.COLUMNS)[None, :]
     return exists
 
 
 @device
 def load_tile(matrix, first, start, n, box: tl.constexpr, KIND: tl.constexpr):
-    """The tile that starts at row `start` behind row `first`; what does not exist is 0."""
-    pointers = pointers_at(matrix, first, start, box)
+    """The tile, in one piece, that starts at row `start` behind row `first`; what does not exist is 0."""
+    pointers = pointers_at(matrix, first, start, box, 0)
     if KIND != FULL:
-        tile = tl.load(pointers, mask=exists_at(start, n, box), other=0.0)
+        tile = tl.load(pointers, mask=exists_at(start, n, box, 0), other=0.0)
     elif box.COLUMNS != box.WIDTH:
         tile = tl.load(pointers, mask=(tl.arange(0, box.WIDTH) < box.COLUMNS)[None, :], other=0.0)
     else:
@@ -248,24 +248,39 @@ def load_tile(matrix, first, start, n, box: tl.constexpr, KIND: tl.constexpr):
 def load_operand(matrix, first, start, n, box: tl.constexpr, form: tl.constexpr, KIND: tl.constexpr):
     """A tile as products take it: as it is, or in halves, which lie side by side in memory and fill the tile."""
     if form.PRECISION == "fp16x3":
-        pointers = pointers_at(matrix, first, start, box)
         exists = None
         other = None
         if KIND != FULL:
             exists = (start + tl.arange(0, box.ROWS) < n)[:, None]
             other = 0.0
-        low = tl.load(pointers + box.WIDTH, mask=exists, other=other)
-        operand = Halves(tl.load(pointers, mask=exists, other=other), low)
+        high = ()
+        low = ()
+        for piece in tl.static_range(box.WIDTH // box.PIECE):
+            pointers = pointers_at(matrix, first, start, box, piece)
+            high += (tl.load(pointers, mask=exists, other=other),)
+            low += (tl.load(pointers + box.WIDTH, mask=exists, other=other),)
+        operand = Halves(high, low)
     else:
         operand = load_tile(matrix, first, start, n, box, KIND)
     return operand
 
 
 @device
-def store_tile(value, matrix, first, start, n, box: tl.constexpr):
-    """Overwrite what exists of a tile, in the matrix's type."""
-    pointers = pointers_at(matrix, first, start, box)
-    tl.store(pointers, rounded(value, matrix.ptr.dtype.element_ty), mask=exists_at(start, n, box))
+def zeros_for(box: tl.constexpr):
+    """A tile of sums, in pieces."""
+    pieces = ()
+    for _ in tl.static_range(box.WIDTH // box.PIECE):
+        pieces += (tl.zeros((box.ROWS, box.PIECE), tl.float32),)
+    return pieces
+
+
+@device
+def store_tile(pieces, factor, matrix, first, start, n, box: tl.constexpr):
+    """Overwrite what exists of a tile, in the matrix's type, with factor times the pieces."""
+    for piece in tl.static_range(box.WIDTH // box.PIECE):
+        pointers = pointers_at(matrix, first, start, box, piece)
+        value = rounded(pieces[piece] * factor, matrix.ptr.dtype.element_ty)
+        tl.store(pointers, value, mask=exists_at(start, n, box, piece))
 
 
 @device
@@ -283,7 +298,7 @@ def clear_slack(matrix, start, end, head, tile, numbers, box: tl.constexpr):
     """Zero the rows `[start, end)` behind the last packed sequence; the launch's tiles share them."""
     first = row_at(matrix, 0, head, 0)
     for at in range(start + tile * box.ROWS, end, numbers.tiles * box.ROWS):
-        store_tile(tl.zeros((box.ROWS, box.WIDTH), tl.float32), matrix, first, at, end, box)
+        store_tile(zeros_for(box), 1.0, matrix, first, at, end, box)
 
 
 @device
