@@ -138,7 +138,7 @@ def _with_repair(
     halves = tiles.precision == config.FP16X3
     # The tiles of one sequence more clear what lies behind the last packed one.
     prepared = [Prepared(main, tiles_per_sequence * (problem.batch + problem.packed), constant, tiles)]
-    if problem.band.bounded or problem.mask is not None or halves:
+    if problem.band.bounded or problem.mask is not None or problem.bias is not None or halves:
         # Without a pipeline, so that it needs no more shared memory than the kernel that it repairs.
         careful = tiles._replace(num_stages=1, precision=config.X6 if halves else tiles.precision)
         constant = (numbers, form._replace(PRECISION=careful.precision), *formula)

@@ -24,6 +24,7 @@ from ioattn.backends.triton.kernels.tiles import (
     key_ranges,
     load_keys,
     load_queries,
+    load_seeing_queries,
     load_tile,
     operands_at,
     place,
@@ -168,7 +169,7 @@ def query_kernel(
     q_start = tile * form.Q.ROWS
     if q_start >= seq.len_q:
         return
-    queries = load_queries(task, upstream, q_start, form, EDGE)
+    queries = load_seeing_queries(task, upstream, q_start, form)
     dq_tile = tl.zeros((form.Q.ROWS, form.Q.WIDTH), tl.float32)
     total = tl.zeros((form.Q.ROWS,), tl.float32)
     ranges = key_ranges(q_start, task, form)
@@ -266,7 +267,7 @@ def bias_kernel(
         q_start = (own_tile + at % repeated_tiles) * form.Q.ROWS
         ranges = every_tile(key_ranges(q_start, task, form), form.K.ROWS)
         if (k_start >= ranges.start) & (k_start < ranges.start + ranges.edges * form.K.ROWS):
-            queries = load_queries(task, upstream, q_start, form, EDGE)
+            queries = load_seeing_queries(task, upstream, q_start, form)
             total += dscores_at(queries, load_keys(task, k_start, form, EDGE), task, form, step)
     column = k_start + tl.arange(0, form.K.ROWS)
     batch = (part * own_batches + own_batch).to(tl.int64)

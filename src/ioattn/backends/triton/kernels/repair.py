@@ -27,7 +27,7 @@ from ioattn.backends.triton.kernels.tiles import (
     key_ranges,
     load_keys,
     load_q,
-    load_queries,
+    load_seeing_queries,
     load_tile,
     place,
     query_ranges,
@@ -94,10 +94,10 @@ def repair_key_value_kernel(
     for head in range(kv_head * form.GROUP, (kv_head + 1) * form.GROUP):
         task = Task(inputs, numbers, head, seq, scales)
         for edge in range(ranges.edges):
-            queries = load_queries(task, upstream, edge_start(edge, ranges, form.Q.ROWS), form, EDGE)
+            queries = load_seeing_queries(task, upstream, edge_start(edge, ranges, form.Q.ROWS), form)
             dk_tile, dv_tile = add_queries(dk_tile, dv_tile, queries, keys, task, dk, dv, form, step, dstep, EXACT)
         for edge in range(ranges.edges):
-            queries = load_queries(task, upstream, edge_start(edge, ranges, form.Q.ROWS), form, EDGE)
+            queries = load_seeing_queries(task, upstream, edge_start(edge, ranges, form.Q.ROWS), form)
             dk_tile, dv_tile = add_special_queries(dk_tile, dv_tile, queries, k_start, task, dk, dv, form)
     store_keys(dk_tile, dv_tile, dk, dv, kv_head, k_start, task, form)
 
@@ -140,7 +140,7 @@ def repair_query_kernel(
         return
     if is_finite(load_tile(dq, row_at(dq, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q, EDGE)):
         return
-    queries = load_queries(task, upstream, q_start, form, EDGE)
+    queries = load_seeing_queries(task, upstream, q_start, form)
     dq_tile = tl.zeros((form.Q.ROWS, form.Q.WIDTH), tl.float32)
     total = tl.zeros((form.Q.ROWS,), tl.float32)
     ranges = every_tile(key_ranges(q_start, task, form), form.K.ROWS)

@@ -294,6 +294,19 @@ def load_queries(task, upstream, start, form: tl.constexpr, KIND: tl.constexpr):
 
 
 @device
+def load_seeing_queries(task, upstream, start, form: tl.constexpr):
+    """The same at an edge; NaN that arrives at one that saw nothing, its biases being -inf, goes no farther."""
+    queries = load_queries(task, upstream, start, form, EDGE)
+    dout = queries.dout
+    delta = queries.delta
+    if task.inputs.bias is not None:
+        sees = load_rows(upstream.lse, task, start, EDGE, form.Q.ROWS) != -float("inf")
+        dout = tl.where(sees[:, None], dout, tl.zeros_like(dout))
+        delta = tl.where(sees, delta, 0.0)
+    return Queries(start, queries.q, dout, queries.lse, delta)
+
+
+@device
 def load_keys(task, start, form: tl.constexpr, KIND: tl.constexpr):
     """A tile of keys and values."""
     k = task.inputs.k
