@@ -194,9 +194,7 @@ def load_rows_of_q(piece, inputs, numbers, form: tl.constexpr):
 
 
 @device
-def page_at(
-    k_start, piece, walk, inputs, numbers, box: tl.constexpr, form: tl.constexpr, KIND: tl.constexpr
-):
+def page_at(k_start, piece, walk, inputs, numbers, box: tl.constexpr, form: tl.constexpr, KIND: tl.constexpr):
     """Where the keys from `k_start` on lie: one page, or where pages are shorter than a tile one for each key.
 
     Without a table a sequence is a page. As the table has it, but unsigned: one that does not exist is larger than all
@@ -210,7 +208,7 @@ def page_at(
         else:
             row = tl.arange(0, box.ROWS)
             used = k_start + row < piece.len_k
-            if KIND != FULL:
+            if KIND != FULL and inputs.lo is not None:
                 used = used & (k_start + row >= walk.first)
             page = tl.load(columns + row // form.PAGE, mask=used, other=0).to(tl.uint32, bitcast=True)
     return page
@@ -218,7 +216,7 @@ def page_at(
 
 @device
 def load_keys_of(
-    matrix, page, k_start, walk, piece, numbers, box: tl.constexpr, form: tl.constexpr, KIND: tl.constexpr
+    matrix, page, k_start, walk, piece, inputs, numbers, box: tl.constexpr, form: tl.constexpr, KIND: tl.constexpr
 ):
     """A tile of keys or values; what no row sees is not read and 0, a page that does not exist is read as page 0."""
     row = tl.arange(0, box.ROWS)
@@ -241,7 +239,9 @@ def load_keys_of(
     exists = None
     other = None
     if KIND != FULL:
-        exists = ((k_start + row >= walk.first) & (k_start + row < walk.end))[:, None]
+        exists = (k_start + row < walk.end)[:, None]
+        if inputs.lo is not None:
+            exists = exists & (k_start + row >= walk.first)[:, None]
         other = 0.0
         if box.COLUMNS != box.WIDTH:
             exists = exists & (column < box.COLUMNS)
@@ -259,8 +259,8 @@ def attend(
     """The online softmax over one tile of keys."""
     K: tl.constexpr = form.K if KIND == FULL else form.EDGE_K
     V: tl.constexpr = form.V if KIND == FULL else form.EDGE_V
-    k_tile = load_keys_of(inputs.k, page, k_start, walk, piece, numbers, K, form, KIND)
-    v_tile = load_keys_of(inputs.v, page, k_start, walk, piece, numbers, V, form, KIND)
+    k_tile = load_keys_of(inputs.k, page, k_start, walk, piece, inputs, numbers, K, form, KIND)
+    v_tile = load_keys_of(inputs.v, page, k_start, walk, piece, inputs, numbers, V, form, KIND)
     token = along_rows(piece.token, form)
     col = k_start + along_keys(tl.arange(0, K.ROWS), form)
     scores = dot(k_tile, q_tile, None, form) if form.TURNED else dot(q_tile, tl.trans(k_tile), None, form)
