@@ -455,6 +455,6 @@ def copy_row(source, target, batch, kv_head, row, page, key, fits, box: tl.const
     column = tl.arange(0, box.WIDTH)
     if box.WIDE:
         column = column.to(tl.int64)
-    kept = fits & (column < box.COLUMNS)
+    kept = tl.where(fits, column, box.COLUMNS) < box.COLUMNS
     fresh = tl.load(row_at(source, batch, kv_head, row.to(tl.int64)) + column * source.column, mask=kept)
     tl.store(row_at(target, page, kv_head, key.to(tl.int64)) + column * target.column, fresh, mask=kept)
