@@ -99,10 +99,11 @@ def choose(problem: Problem, gpu: Gpu | None) -> CacheTiles:
 def shared_bytes(problem: Problem, tiles: CacheTiles) -> int:
     """Shared memory that a decoding kernel needs: K and V per stage, Q, and weights on their way; all checked compiled.
 
-    A stage less where operands pass through registers; operands in several parts take twice the room. Turned tiles keep
-    Q as it was, too.
+    A stage less where operands pass through registers, as they do but for tiles of 64 rows of a first operand; operands
+    in several parts take twice the room. Turned tiles keep Q as it was, too.
     """
-    size, stages = problem.dtype.itemsize, tiles.num_stages if tiles.turned else max(1, tiles.num_stages - 1)
+    whole = tiles.turned or tiles.q_tile >= MAX_ROWS
+    size, stages = problem.dtype.itemsize, tiles.num_stages if whole else max(1, tiles.num_stages - 1)
     q_columns = padded(problem.dim) * (2 if tiles.turned else 1)
     rows = tiles.q_tile * (q_columns + tiles.k_tile) * size * (2 if size == 4 else 1)
     return stages * tiles.k_tile * (padded(problem.dim) + padded(problem.dim_v)) * size + rows
