@@ -41,8 +41,8 @@ from ioattn.caches import CacheTensors
 from ioattn.problem import Problem
 
 COMBINE_COLUMNS = 64
-COMBINE_PIECES = (8, 64)
-"""The tile of partial results that a program holds: at most 16 KiB, 32 registers of each thread of 4 warps."""
+COMBINE_PIECES = (8, 32)
+"""The tile of partial results that a program holds: at most 8 KiB, 16 registers of each thread of 4 warps."""
 
 
 MAX_EXACT_KEYS = 32
