@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -63,19 +65,22 @@ def objections(problem: Problem) -> list[str]:
 
 def forward(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None:
     """Write attention's `out` and `lse`."""
-    if out.numel() == 0 and lse.numel() == 0:
-        return
-    if tensors.k.numel() == 0:
-        out.zero_()
-        _no_keys(problem, tensors, lse)
-        return
-    from ioattn.backends.gluon import launch  # imports Triton
+    prepare_forward(problem, tensors, out, lse)(tensors, out, lse)
 
-    if problem.device.index == torch.cuda.current_device():
-        launch.forward(problem, tensors, out, lse)
-        return
+
+def prepare_forward(
+    problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor
+) -> Callable[[Tensors, Tensor, Tensor], None]:
+    """What writes attention's `out` and `lse` for tensors that lie like these."""
+    if out.numel() == 0 and lse.numel() == 0:
+        return lambda tensors, out, lse: None
+    if tensors.k.numel() == 0:
+        return partial(_no_keys, problem)
+    from ioattn.backends.gluon import launch  # imports Triton
+    from ioattn.launching import on_device
+
     with torch.cuda.device(problem.device):
-        launch.forward(problem, tensors, out, lse)
+        return on_device(problem.device, launch.prepare(problem, tensors, out, lse))
 
 
 def backward(
@@ -96,7 +101,8 @@ def backward(
         backward_launch.backward(problem, tensors, out, lse, dout, dlse, grads)
 
 
-def _no_keys(problem: Problem, tensors: Tensors, lse: Tensor) -> None:
+def _no_keys(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None:
+    out.zero_()
     lse.fill_(-math.inf)
     if tensors.sinks is None:
         return

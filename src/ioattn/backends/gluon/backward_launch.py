@@ -17,9 +17,10 @@ from ioattn.backends.gluon.kernels import around
 from ioattn.backends.gluon.kernels import backward as kernels
 from ioattn.backends.gluon.kernels.names import GluonASTSource, gl
 from ioattn.backends.gluon.kernels.query_gradient import query_gradient
-from ioattn.backends.gluon.launch import TARGET, Descriptor, _jit, counter, describe, strides_of, tanh
+from ioattn.backends.gluon.launch import TARGET, _jit, counter, describe, strides_of, tanh
 from ioattn.backends.gluon.repair_launch import compile_repair, mend
 from ioattn.compose import Formula, fold
+from ioattn.launching import Descriptor
 from ioattn.problem import DTYPES, Gradients, Problem, Tensors
 
 ROWS = 64

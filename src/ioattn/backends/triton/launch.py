@@ -32,13 +32,14 @@ from ioattn.backends.triton.arguments import (
     padded,
 )
 from ioattn.backends.triton.call import INTERPRETED as INTERPRETED  # the backend asks for it
-from ioattn.backends.triton.call import Arguments, Call, Prepared
+from ioattn.backends.triton.call import Call, Prepared
 from ioattn.backends.triton.config import Direction, Gpu, Tiles
 from ioattn.backends.triton.kernels.backward import bias_kernel, delta_kernel, key_value_kernel, query_kernel
 from ioattn.backends.triton.kernels.forward import forward_kernel
 from ioattn.backends.triton.kernels.repair import repair_forward_kernel, repair_key_value_kernel, repair_query_kernel
 from ioattn.backends.triton.kernels.tiles import tanh
 from ioattn.compose import Formula, Function, fold
+from ioattn.launching import Arguments, on_device
 from ioattn.problem import Gradients, Problem, Tensors
 from ioattn.scores import Term
 
@@ -61,20 +62,20 @@ class Steps(NamedTuple):
     bias: list[Prepared]
 
 
-def forward(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None:
-    """Write softmax(S) V to `out` and log(rowsum(exp(S))) to `lse`."""
-    every = (*tensors, out, lse)
+def prepare(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> Callable[[Tensors, Tensor, Tensor], None]:
+    """What writes softmax(S) V to `out` and log(rowsum(exp(S))) to `lse` for tensors that lie like these."""
 
-    def prepare() -> Call:
-        def describe(x: Sequence[Any]) -> list[Arguments]:
-            return [forward_arguments(problem, Tensors(*x[:-3]), *x[-3:])]
+    def describe(x: Sequence[Any]) -> list[Arguments]:
+        return [forward_arguments(problem, Tensors(*x[:-3]), *x[-3:])]
 
-        kernels = prepare_forward(problem, tensors, out, gpu_of(problem.device))
-        return Call([kernels], describe, (*every, _room_for_tops(problem, [kernels])))
+    kernels = prepare_forward(problem, tensors, out, gpu_of(problem.device))
+    call = Call([kernels], describe, (*tensors, out, lse, _room_for_tops(problem, [kernels])))
+    halves = _wants_tops([kernels])
 
-    call = remember(("forward", id(problem), *map(layout_of, every)), problem, prepare)
-    with launching_on(problem.device):
-        call((*every, tops_of(problem, tensors, call.groups)))
+    def run(tensors: Tensors, out: Tensor, lse: Tensor) -> None:
+        call((*tensors, out, lse, tops_of(problem, tensors, call.groups) if halves else None))
+
+    return on_device(problem.device, run)
 
 
 def backward(
