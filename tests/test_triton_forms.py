@@ -11,6 +11,7 @@ from attend import Shape, Target, check, dense, packed
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from ioattn import ops
 from ioattn.backends.triton import config, launch
 from ioattn.backends.triton.config import FP16X3, Tiles
 from ioattn.launching import by_address
@@ -53,7 +54,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, backen
         pytest.skip("in Triton's interpreter the tiles can be set")
     tiles = FORMS[request.param]
     monkeypatch.setattr(config, "INTERPRETER", tiles)
-    monkeypatch.setattr(launch, "_memories", {})
+    monkeypatch.setattr(ops, "_plans", {})
     return tiles
 
 

@@ -6,15 +6,14 @@ reads them. Neither has a derivative: decoding is inference.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ioattn import caches, registry
 from ioattn.caches import CacheTensors, DecodeOptions
-from ioattn.ops import Layout, as_written, empty_in_order, is_plain, layout_key
+from ioattn.ops import Layout, Plan, as_written, empty_in_order, is_plain, layout_key, remember
 
 _TENSOR_COUNT = len(CacheTensors._fields)
 _OPTION_COUNT = len(DecodeOptions._fields)
@@ -49,21 +48,12 @@ def append(tensors: CacheTensors, k_new: Tensor, v_new: Tensor, checked: bool, b
         _append_op(*given, checked, backend)
 
 
-class _Plan(NamedTuple):
-    """A checked call, ready for tensors of the layout that it was made for."""
-
-    out: Layout
-    lse: Layout
-    run: Callable[..., None]
-
-
-_plans: dict[Any, _Plan] = {}
-_MAX_PLANS = 4096
+_plans: dict[Any, Plan] = {}
 
 
 def _plan_for(
     tensors: CacheTensors, options: DecodeOptions, backend: str | None, rows: tuple[Tensor, Tensor] | None = None
-) -> _Plan:
+) -> Plan:
     """The plan of a decode, or with new rows that of their append."""
     key = (layout_key(tensors), options, backend, None if rows is None else layout_key(rows))
     plan = _plans.get(key)
@@ -74,16 +64,14 @@ def _plan_for(
         results = rows or _allocate(tensors)
         chosen = registry.choose(problem, backend)
         run = registry.prepare("append" if rows else "decode", chosen, problem, tensors, *results)
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
-        plan = _plans[key] = _Plan(*map(Layout.of, results), run)
+        plan = remember(_plans, key, Plan(tuple(map(Layout.of, results)), run))
     return plan
 
 
 def _run_decode(tensors: CacheTensors, options: DecodeOptions, backend: str | None) -> tuple[Tensor, Tensor]:
     plan = _plan_for(tensors, options, backend)
     _check_values(tensors, options.appended, options.checked)
-    out, lse = plan.out.empty(), plan.lse.empty()
+    out, lse = (layout.empty() for layout in plan.results)
     plan.run(tensors, out, lse)
     return out, lse
 

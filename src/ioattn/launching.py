@@ -107,9 +107,14 @@ class Call:
         self.arguments = written
         self.launch = Launch(_with_tensor_maps(kernel), programs)
 
-    def __call__(self, tensors: Sequence[Tensor | None]) -> None:
+    def start(self, addresses: Sequence[int | None]) -> None:
         """Start the kernel on tensors that lie like those that it was made for."""
-        self.launch(*self.arguments([None if x is None else x.data_ptr() for x in tensors]))
+        self.launch(*self.arguments(addresses))
+
+
+def addresses_of(tensors: Sequence[Tensor | None]) -> list[int | None]:
+    """Where they start."""
+    return [None if x is None else x.data_ptr() for x in tensors]
 
 
 def by_address(

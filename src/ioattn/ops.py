@@ -143,31 +143,58 @@ def layout_key(tensors: Sequence[Tensor | None]) -> Any:
     return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15) for x in tensors])
 
 
-class _Plan(NamedTuple):
-    """A checked call, ready for tensors of the layout that it was made for."""
+class Plan(NamedTuple):
+    """A checked call, ready for tensors of the layouts that it was made for."""
 
-    problem: Problem
-    out: Layout
-    lse: Layout
-    run: Callable[[Tensors, Tensor, Tensor], None]
-
-
-_plans: dict[Any, _Plan] = {}
-_MAX_PLANS = 4096
+    results: tuple[Any, ...]
+    """A `Layout` each, or None for a gradient that nobody wants."""
+    run: Callable[..., None]
 
 
-def _plan_for(tensors: Tensors, options: Options, backend: str | None) -> _Plan:
+_plans: dict[Any, Plan] = {}
+MAX_PLANS = 4096
+
+
+def _plan_for(tensors: Tensors, options: Options, backend: str | None) -> Plan:
+    """The plan of a forward: it writes out and lse."""
     if tensors.cu_seqlens_q is not None:
         options = _with_lengths(tensors, options)
     key = (layout_key(tensors), options, backend)
     plan = _plans.get(key)
     if plan is None:
         problem = Problem.of(tensors, options)
-        out, lse = _allocate_forward(tensors)
-        run = registry.prepare("forward", registry.choose(problem, backend), problem, tensors, out, lse)
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
-        plan = _plans[key] = _Plan(problem, Layout.of(out), Layout.of(lse), run)
+        results = _allocate_forward(tensors)
+        run = registry.prepare("forward", registry.choose(problem, backend), problem, tensors, *results)
+        plan = remember(_plans, key, Plan(tuple(map(Layout.of, results)), run))
+    return plan
+
+
+def _backward_plan_for(
+    tensors: Tensors,
+    upstream: tuple[Tensor | None, ...],
+    wants: tuple[bool, bool],
+    options: Options,
+    backend: str | None,
+) -> Plan:
+    """The plan of a backward: it writes dq, dk and dv, then dbias and dsinks where they are wanted."""
+    if tensors.cu_seqlens_q is not None:
+        options = _with_lengths(tensors, options)
+    key = (layout_key((*tensors, *upstream)), wants, options, backend)
+    plan = _plans.get(key)
+    if plan is None:
+        problem = Problem.of(tensors, options)
+        grads = _allocate_backward(tensors, *wants)
+        chosen = registry.choose(problem, backend, backward=True)
+        run = registry.prepare("backward", chosen, problem, tensors, *upstream, grads)
+        plan = remember(_plans, key, Plan(tuple(None if x is None else Layout.of(x) for x in grads), run))
+    return plan
+
+
+def remember(plans: dict[Any, Plan], key: Any, plan: Plan) -> Plan:
+    """Keep a plan, and forget all others before there are too many."""
+    if len(plans) >= MAX_PLANS:
+        plans.clear()
+    plans[key] = plan
     return plan
 
 
@@ -195,7 +222,7 @@ def describe(tensors: Tensors, options: Options) -> Problem:
 
 def _run_forward(tensors: Tensors, options: Options, backend: str | None) -> tuple[Tensor, Tensor]:
     plan = _plan_for(tensors, options, backend)
-    out, lse = plan.out.empty(), plan.lse.empty()
+    out, lse = (layout.empty() for layout in plan.results)
     plan.run(tensors, out, lse)
     return out, lse
 
@@ -206,23 +233,20 @@ def _forward(*args: Any) -> tuple[Tensor, Tensor]:
         return _run_forward(tensors, *_settings(args))
 
 
-def _backward(*args: Any) -> tuple[Tensor, ...]:
-    with as_written(args[0].device.type):
-        return _run_backward(*args)
-
-
-def _run_backward(*args: Any) -> tuple[Tensor, ...]:
-    tensors, settings = Tensors(*args[:_INPUT_COUNT]), _settings(args)
-    out, lse, dout, dlse, want_dbias, want_dsinks = args[_INPUT_COUNT:-_SETTING_COUNT]
+def _run_backward(*args: Any) -> Gradients:
+    tensors = Tensors(*args[:_INPUT_COUNT])
+    out, lse, dout, dlse, *wants = args[_INPUT_COUNT:-_SETTING_COUNT]
     # Backends index lse as the forward wrote it; vmap hands it over as a view with stride 0.
     lse = lse.contiguous()
-    plan = _plan_for(tensors, *settings)
-    grads = _allocate_backward(tensors, want_dbias, want_dsinks)
-    dq, dk, dv, dbias, dsinks = grads
-    wanted = Gradients(dq, dk, dv, dbias if want_dbias else None, dsinks if want_dsinks else None)
-    backend = registry.choose(plan.problem, settings[1], backward=True)
-    backend.backward(plan.problem, tensors, out, lse, dout, dlse, wanted)
+    plan = _backward_plan_for(tensors, (out, lse, dout, dlse), tuple(wants), *_settings(args))
+    grads = Gradients(*[None if layout is None else layout.empty() for layout in plan.results])  # type: ignore[arg-type]
+    plan.run(tensors, out, lse, dout, dlse, grads)
     return grads
+
+
+def _backward(*args: Any) -> tuple[Tensor, ...]:
+    with as_written(args[0].device.type):
+        return _all_present(_run_backward(*args))
 
 
 def as_written(device: str) -> AbstractContextManager[None]:
@@ -238,7 +262,7 @@ def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
     want_dbias, want_dsinks = (args[i] for i in _WANT_POSITIONS)
-    return _allocate_backward(Tensors(*args[:_INPUT_COUNT]), want_dbias, want_dsinks)
+    return _all_present(_allocate_backward(Tensors(*args[:_INPUT_COUNT]), want_dbias, want_dsinks))
 
 
 def _settings(args: tuple[Any, ...]) -> tuple[Options, str | None]:
@@ -252,13 +276,15 @@ def _allocate_forward(tensors: Tensors) -> tuple[Tensor, Tensor]:
     return empty_in_order(q, v.shape[-1]), torch.empty(rows, dtype=dtype, device=q.device)
 
 
-def _allocate_backward(tensors: Tensors, want_dbias: bool, want_dsinks: bool) -> tuple[Tensor, ...]:
+def _allocate_backward(tensors: Tensors, want_dbias: bool, want_dsinks: bool) -> Gradients:
     dq, dk, dv = map(empty_in_order, tensors[:3])
-    absent = dq.new_empty((0,))
-    dbias = absent if tensors.bias is None or not want_dbias else empty_in_order(tensors.bias)
-    dsinks = absent if tensors.sinks is None or not want_dsinks else empty_in_order(tensors.sinks)
-    # An operator may not return one tensor twice.
-    return dq, dk, dv, dbias, absent.clone() if dsinks is dbias else dsinks
+    extras = (tensors.bias if want_dbias else None, tensors.sinks if want_dsinks else None)
+    return Gradients(dq, dk, dv, *(None if x is None else empty_in_order(x) for x in extras))
+
+
+def _all_present(grads: Gradients) -> tuple[Tensor, ...]:
+    """The gradients with an empty tensor, each time another one, where there is none: an operator returns tensors."""
+    return tuple(grads.dq.new_empty((0,)) if x is None else x for x in grads)
 
 
 def empty_in_order(like: Tensor, columns: int | None = None) -> Tensor:

@@ -87,18 +87,32 @@ def backward(
     problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, grads: Gradients
 ) -> None:
     """Write the gradients of q, k and v, and that of sinks where wanted, to `grads`."""
+    given = (tensors, out, lse, dout, dlse, grads)
+    prepare_backward(problem, *given)(*given)
+
+
+def prepare_backward(
+    problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, grads: Gradients
+) -> Callable[..., None]:
+    """What writes the gradients for tensors that lie like these."""
     if tensors.q.numel() == 0 or tensors.k.numel() == 0:
-        for grad in grads:
-            if grad is not None:
-                grad.zero_()
-        if grads.dsinks is not None and dlse is not None:
-            # Only the sinks are left of the sums, and the LSE is the sink.
-            grads.dsinks.copy_(torch.where(lse == -math.inf, 0, dlse).sum(-1 if problem.packed else (0, -1)))
-        return
+        return partial(_no_products, problem)
     from ioattn.backends.gluon import backward_launch  # imports Triton
+    from ioattn.launching import on_device
 
     with torch.cuda.device(problem.device):
-        backward_launch.backward(problem, tensors, out, lse, dout, dlse, grads)
+        return on_device(problem.device, backward_launch.prepare(problem, tensors, out, lse, dout, dlse, grads))
+
+
+def _no_products(
+    problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, grads: Gradients
+) -> None:
+    for grad in grads:
+        if grad is not None:
+            grad.zero_()
+    if grads.dsinks is not None and dlse is not None:
+        # Only the sinks are left of the sums, and the LSE is the sink.
+        grads.dsinks.copy_(torch.where(lse == -math.inf, 0, dlse).sum(-1 if problem.packed else (0, -1)))
 
 
 def _no_keys(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None:

@@ -16,7 +16,7 @@ from ioattn.backends.gluon.config import Config
 from ioattn.backends.gluon.kernels import forward as kernels
 from ioattn.backends.gluon.kernels.names import GluonASTSource, gl, gluon
 from ioattn.compose import fold
-from ioattn.launching import Arguments, Call, Descriptor
+from ioattn.launching import Arguments, Call, Descriptor, addresses_of
 from ioattn.problem import DTYPES, Problem, Tensors
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -142,7 +142,7 @@ def prepare(
     call = Call(planned.kernel, planned.grid, describe, (*tensors, out, lse, counter(device)))
 
     def run(tensors: Tensors, out: Tensor, lse: Tensor) -> None:
-        call((*tensors, out, lse, counter(device)))
+        call.start(addresses_of((*tensors, out, lse, counter(device))))
 
     return run
 

@@ -80,9 +80,17 @@ def backward(
     problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, grads: Gradients
 ) -> None:
     """Write the gradients of q, k and v, and those of bias and sinks where wanted, to `grads`."""
+    given = (tensors, out, lse, dout, dlse, grads)
+    prepare_backward(problem, *given)(*given)
+
+
+def prepare_backward(
+    problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, grads: Gradients
+) -> Callable[..., None]:
+    """`backward`, for tensors that lie like these."""
     from ioattn.backends.triton import launch
 
-    launch.backward(problem, tensors, out, lse, dout, dlse, grads)
+    return launch.prepare_gradients(problem, tensors, out, lse, dout, dlse, grads)
 
 
 def decode(problem: Problem, tensors: CacheTensors, out: Tensor, lse: Tensor) -> None:

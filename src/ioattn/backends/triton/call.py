@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from ioattn.backends.triton.config import Tiles
-from ioattn.launching import Arguments, Launch, by_address
+from ioattn.launching import Arguments, Launch, addresses_of, by_address
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether Triton runs kernels in its interpreter, on the CPU: decided when Triton is imported."""
@@ -56,7 +56,7 @@ class Call:
     def __call__(self, tensors: Sequence[Tensor | None]) -> None:
         """Start the kernels of each group in order."""
         if self.by_address is not None and self.compiled:
-            given = self.by_address([None if x is None else x.data_ptr() for x in tensors])
+            given: Sequence[Arguments] = self.by_address(addresses_of(tensors))
         else:
             given = self.describe(tensors)
             self.compiled = True
