@@ -8,9 +8,8 @@ inspection of every argument.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import triton
@@ -32,21 +31,19 @@ from ioattn.backends.triton.arguments import (
     padded,
 )
 from ioattn.backends.triton.call import INTERPRETED as INTERPRETED  # the backend asks for it
-from ioattn.backends.triton.call import Arguments, Call, Prepared
+from ioattn.backends.triton.call import Call, Prepared
 from ioattn.backends.triton.config import Direction, Gpu, Tiles
 from ioattn.backends.triton.kernels.backward import bias_kernel, delta_kernel, key_value_kernel, query_kernel
 from ioattn.backends.triton.kernels.forward import forward_kernel
 from ioattn.backends.triton.kernels.repair import repair_forward_kernel, repair_key_value_kernel, repair_query_kernel
 from ioattn.backends.triton.kernels.tiles import tanh
 from ioattn.compose import Formula, Function, fold
+from ioattn.launching import Arguments, on_device
 from ioattn.problem import Gradients, Problem, Tensors
 from ioattn.scores import Term
 
 FILLING_PROGRAMS = 1024
 """What keeps the multiprocessors of any GPU busy to the end."""
-
-MAX_PREPARED = 4096
-"""Prepared calls that are remembered."""
 
 
 class Steps(NamedTuple):
@@ -61,53 +58,56 @@ class Steps(NamedTuple):
     bias: list[Prepared]
 
 
-def forward(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None:
-    """Write softmax(S) V to `out` and log(rowsum(exp(S))) to `lse`."""
-    every = (*tensors, out, lse)
+def prepare(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> Callable[[Tensors, Tensor, Tensor], None]:
+    """What writes softmax(S) V to `out` and log(rowsum(exp(S))) to `lse` for tensors that lie like these."""
 
-    def prepare() -> Call:
-        def describe(x: Sequence[Any]) -> list[Arguments]:
-            return [forward_arguments(problem, Tensors(*x[:-3]), *x[-3:])]
+    def describe(x: Sequence[Any]) -> list[Arguments]:
+        return [forward_arguments(problem, Tensors(*x[:-3]), *x[-3:])]
 
-        kernels = prepare_forward(problem, tensors, out, gpu_of(problem.device))
-        return Call([kernels], describe, (*every, _room_for_tops(problem, [kernels])))
+    kernels = prepare_forward(problem, tensors, out, gpu_of(problem.device))
+    call = Call([kernels], describe, (*tensors, out, lse, _room_for_tops(problem, [kernels])))
+    halves = _wants_tops([kernels])
 
-    call = remember(("forward", id(problem), *map(layout_of, every)), problem, prepare)
-    with launching_on(problem.device):
-        call((*every, tops_of(problem, tensors, call.groups)))
+    def run(tensors: Tensors, out: Tensor, lse: Tensor) -> None:
+        call((*tensors, out, lse, tops_of(problem, tensors, call.groups) if halves else None))
+
+    return on_device(problem.device, run)
 
 
-def backward(
+def prepare_gradients(
     problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, grads: Gradients
-) -> None:
-    """Write the gradients of q, k and v, and those of bias and sinks where wanted, to `grads`."""
+) -> Callable[..., None]:
+    """What writes the gradients of q, k and v, and those of bias and sinks where wanted, for tensors that lie so."""
+    gpu = gpu_of(problem.device)
     repeated_bias = grads.dbias is not None and not _repeats_nothing(problem)
-    delta, totals = torch.empty_like(lse), torch.empty_like(lse) if repeated_bias or grads.dsinks is not None else None
-    parts = _bias_parts(problem, gpu_of(problem.device)) if repeated_bias else 1
-    partial = _room_for_parts(grads.dbias, parts)
-    every = (*tensors, *grads, out, lse, dout, dlse, delta, totals, partial)
+    improved = repeated_bias or grads.dsinks is not None
+    parts = _bias_parts(problem, gpu) if repeated_bias else 1
+    steps = prepare_backward(problem, tensors, out, dout, grads, gpu)
+    halves = _wants_tops(steps)
 
-    def prepare() -> tuple[Call, Call]:
-        steps = prepare_backward(problem, tensors, out, dout, grads, gpu_of(problem.device))
+    def describe(x: Sequence[Any]) -> list[Arguments]:
+        count = len(Tensors._fields)
+        inputs, gradients = Tensors(*x[:count]), Gradients(*x[count:-8])
+        out, lse, dout, dlse = x[-8:-4]
+        return backward_arguments(problem, inputs, out, lse, dout, dlse, x[-4:], gradients, bool(steps.value))
 
-        def describe(x: Sequence[Any]) -> list[Arguments]:
-            count = len(Tensors._fields)
-            inputs, gradients = Tensors(*x[:count]), Gradients(*x[count:-8])
-            out, lse, dout, dlse = x[-8:-4]
-            return backward_arguments(problem, inputs, out, lse, dout, dlse, x[-4:], gradients, bool(steps.value))
+    def scratch(lse: Tensor, grads: Gradients) -> tuple[Tensor | None, ...]:
+        partial = _room_for_parts(grads.dbias, parts)
+        return torch.empty_like(lse), torch.empty_like(lse) if improved else None, partial
 
-        example = (*every, _room_for_tops(problem, steps))
-        before = Call(steps[:-1], lambda x: describe(x)[:-1], example)
-        return before, Call([steps.bias], lambda x: describe(x)[-1:], example)
+    example = (*tensors, *grads, out, lse, dout, dlse, *scratch(lse, grads), _room_for_tops(problem, steps))
+    before = Call(steps[:-1], lambda x: describe(x)[:-1], example)
+    bias_gradient = Call([steps.bias], lambda x: describe(x)[-1:], example)
 
-    before, bias_gradient = remember(("backward", id(problem), *map(layout_of, every)), problem, prepare)
-    with launching_on(problem.device):
+    def run(tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, grads: Gradients) -> None:
+        delta, totals, partial = scratch(lse, grads)
         if grads.dbias is not None:
             # The walk over keys leaves out what the band hides.
             grads.dbias.zero_()
-        everything = (*every, tops_of(problem, tensors, before.groups, dout, dlse))
+        tops = tops_of(problem, tensors, steps, dout, dlse) if halves else None
+        everything = (*tensors, *grads, out, lse, dout, dlse, delta, totals, partial, tops)
         before(everything)
-        if totals is None:
+        if delta is None or totals is None:
             return
         weights = _sink_weights(tensors.sinks, lse)
         _make_delta(totals, delta, dlse, weights)
@@ -118,6 +118,8 @@ def backward(
             # The sink is one more key whose value is zero: dsink = P_sink * (0 - delta), over batch and queries.
             of_rows = torch.where(weights == 0, 0, weights * totals)
             grads.dsinks.copy_(-of_rows.sum(-1 if problem.packed else (0, -1)))
+
+    return on_device(problem.device, run)
 
 
 def prepare_forward(problem: Problem, tensors: Tensors, out: Tensor, gpu: Gpu | None) -> list[Prepared]:
@@ -388,34 +390,6 @@ def _compiled(function: Function) -> Function:
     return cast(Function, triton.jit(function))
 
 
-T = TypeVar("T")
-
-
-class _Memory(NamedTuple):
-    problem: Problem
-    """Kept alive, so that its id names no other problem."""
-    value: Any
-
-
-_memories: dict[Any, _Memory] = {}
-
-
-def remember(key: Any, problem: Problem, make: Callable[[], T]) -> T:
-    """What `make` made for this key, which contains the id of the problem."""
-    memory = _memories.get(key)
-    if memory is None:
-        if len(_memories) >= MAX_PREPARED:
-            _memories.clear()
-        memory = _memories[key] = _Memory(problem, make())
-    value: T = memory.value
-    return value
-
-
-def layout_of(x: Tensor | None) -> Any:
-    """All that a compiled kernel takes for granted of a tensor that the problem does not say."""
-    return x if x is None else (x.stride(), x.data_ptr() & 15)
-
-
 @lru_cache
 def gpu_of(device: torch.device) -> Gpu | None:
     """What tiles are chosen for; None in the interpreter."""
@@ -424,13 +398,3 @@ def gpu_of(device: torch.device) -> Gpu | None:
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
     capability = (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
     return Gpu(capability, properties["max_shared_mem"], properties["multiprocessor_count"])
-
-
-_nothing: AbstractContextManager[None] = nullcontext()
-
-
-def launching_on(device: torch.device) -> Any:
-    """Triton launches on the current device: make it the tensors'."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return _nothing
-    return torch.cuda.device(device)
