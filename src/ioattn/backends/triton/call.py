@@ -34,7 +34,9 @@ class Prepared:
     @property
     def options(self) -> dict[str, Any]:
         """How Triton compiles the kernel. Fused multiply-adds are wanted; Triton 3.10 turns their default around."""
-        return {"num_warps": self.tiles.num_warps, "num_stages": self.tiles.num_stages, "enable_fp_fusion": True}
+        _, _, warps, stages, *_, registers = self.tiles
+        limit = {} if registers is None else {"maxnreg": registers}
+        return {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True, **limit}
 
 
 class Call:

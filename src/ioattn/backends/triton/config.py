@@ -26,6 +26,8 @@ class Tiles(NamedTuple):
     """For float32: "ieee", or a sum of bf16, fp16 or TF32 products of that accuracy. 16-bit products are exact."""
     apart: bool = False
     """dK and dV by a kernel each, where the sums of both leave no registers; S is then computed once more."""
+    max_registers: int | None = None
+    """Registers of a thread at most, so that one program more shares a multiprocessor."""
 
 
 class Gpu(NamedTuple):

@@ -133,7 +133,7 @@ def prepare_pieces(
     form = _form(problem, tensors, tiles, split, early)
     row_tiles = splits.count(problem.group * problem.len_q, tiles.q_tile)
     numbers = _numbers(problem, tensors, number, row_tiles)
-    step = formula_of(problem.terms).step
+    step = formula_of(problem).step
     programs = problem.batch * problem.kv_heads * row_tiles * number
     main = Launch(decode_kernel, programs, (numbers, form, step), tiles, early)
     if not split:

@@ -21,11 +21,14 @@ from ioattn.backends.triton.kernels.tiles import (
     distance_at,
     edge_start,
     every_tile,
+    keep,
     key_ranges,
     load_keys,
     load_queries,
     load_seeing_queries,
     load_tile,
+    margin_at,
+    mask_at,
     operands_at,
     place,
     query_ranges,
@@ -33,7 +36,6 @@ from ioattn.backends.triton.kernels.tiles import (
     row_at,
     sequence_of,
     store_tile,
-    visible_at,
     weights_of,
 )
 
@@ -128,22 +130,20 @@ def add_queries(
     row = (queries.start + tl.arange(0, form.Q.ROWS))[None, :]
     col = (keys.start + tl.arange(0, form.K.ROWS))[:, None]
     operands = operands_at(row, col, task)
+    mask = mask_at(row, col, task)
     distance = distance_at(row, col, task)
     scales = task.scales
     product = multiply(keys.k, scales.k, queries.q, scales.q, None, form, KIND, True, False)
     weights = weights_of(product, distance, operands, queries.lse[None, :], task, form, step)
-    if KIND != FULL:
-        # Where a row's lse is NaN, exp has not made the hidden weights zero.
-        visible = visible_at(row, col, task)
-        weights = tl.where(visible, weights, 0.0)
+    margin = margin_at(row, col, mask, task, KIND)
+    # Where a row's lse is NaN, exp has not made the hidden weights zero.
+    weights = keep(margin, weights, 0.0)
     if dv is not None:
         dout = only_finite(queries.dout, KIND)
         dv_tile = multiply(weights, scales.weights, dout, scales.dout, dv_tile, form, KIND, False, False)
     if dk is not None:
         dweights = multiply(keys.v, scales.v, queries.dout, scales.dout, None, form, KIND, True, False)
-        dscores = weights * (dweights - queries.delta[None, :])
-        if KIND != FULL:
-            dscores = tl.where(visible, dscores, 0.0)
+        dscores = keep(margin, weights * (dweights - queries.delta[None, :]), 0.0)
         dproduct = dstep(dscores, product * task.numbers.scale, distance, operands)
         q = only_finite(queries.q, KIND)
         dk_tile = multiply(dproduct, scales.dscores, q, scales.q, dk_tile, form, KIND, False, True)
@@ -205,12 +205,12 @@ def add_keys(
     row = (queries.start + tl.arange(0, form.Q.ROWS))[:, None]
     col = (keys.start + tl.arange(0, form.K.ROWS))[None, :]
     operands = operands_at(row, col, task)
+    mask = mask_at(row, col, task)
     distance = distance_at(row, col, task)
     scales = task.scales
     product = multiply(queries.q, scales.q, keys.k, scales.k, None, form, KIND, True, False)
     dscores = dscores_of(product, distance, operands, queries, keys, task, form, step, KIND)
-    if KIND != FULL:
-        dscores = tl.where(visible_at(row, col, task), dscores, 0.0)
+    dscores = keep(margin_at(row, col, mask, task, KIND), dscores, 0.0)
     if dbias is not None:
         pointers = row_at(dbias, task.seq.batch, task.head, row.to(tl.int64)) + col.to(tl.int64) * dbias.column
         exists = (row < task.seq.len_q) & (col < task.seq.len_k)
@@ -287,7 +287,8 @@ def dscores_at(queries, keys, task, form: tl.constexpr, step: tl.constexpr):
     """The gradient of the finished scores of a tile, [Q, K]."""
     row = (queries.start + tl.arange(0, form.Q.ROWS))[:, None]
     col = (keys.start + tl.arange(0, form.K.ROWS))[None, :]
-    product = multiply(queries.q, task.scales.q, keys.k, task.scales.k, None, form, EDGE, True, False)
     operands = operands_at(row, col, task)
+    mask = mask_at(row, col, task)
+    product = multiply(queries.q, task.scales.q, keys.k, task.scales.k, None, form, EDGE, True, False)
     dscores = dscores_of(product, distance_at(row, col, task), operands, queries, keys, task, form, step, EDGE)
-    return tl.where(visible_at(row, col, task), dscores, 0.0)
+    return keep(margin_at(row, col, mask, task, EDGE), dscores, 0.0)

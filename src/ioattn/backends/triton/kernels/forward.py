@@ -21,16 +21,18 @@ from ioattn.backends.triton.kernels.tiles import (
     device,
     distance_at,
     edge_start,
+    keep,
     key_ranges,
     load_keys,
     load_q,
+    margin_at,
+    mask_at,
     operands_at,
     or_zero,
     place,
     row_at,
     sequence_of,
     store_tile,
-    visible_at,
 )
 
 
@@ -84,15 +86,16 @@ def attend(
     keys = load_keys(task, k_start, form, KIND)
     row = (q_start + tl.arange(0, form.Q.ROWS))[:, None]
     col = (k_start + tl.arange(0, form.K.ROWS))[None, :]
+    operands = operands_at(row, col, task)
+    mask = mask_at(row, col, task)
     scales = task.scales
     scores = multiply(q_tile, scales.q, keys.k, scales.k, None, form, KIND, True, False)
     factor = LOG2E
     if form.LATE:
         factor = task.numbers.scale * LOG2E
     else:
-        scores = step(scores * task.numbers.scale, distance_at(row, col, task), operands_at(row, col, task))
-    if KIND != FULL:
-        scores = tl.where(visible_at(row, col, task), scores, -INF)
+        scores = step(scores * task.numbers.scale, distance_at(row, col, task), operands)
+    scores = keep(margin_at(row, col, mask, task, KIND), scores, -INF)
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     shift = or_zero(new_max)
     if form.FUSED:
