@@ -6,6 +6,7 @@ import pytest
 import torch
 from attend import Shape, Target, check, dense
 
+from ioattn import ops
 from ioattn.backends import cpu
 from ioattn.backends.cpu import jit
 
@@ -31,7 +32,7 @@ def narrowed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     assert target is not None
     assert (target.lanes, target.dpbf16) == (lanes, False)
     monkeypatch.setattr(jit, "host", lambda: target)
-    monkeypatch.setattr(cpu, "_plans", {})
+    monkeypatch.setattr(ops, "_plans", {})
     return target
 
 

@@ -179,6 +179,18 @@ def test_nan_in_a_visible_row_is_seen(backend: Target) -> None:
     assert result["out"][0].isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_visible_nan_and_infinity_count(backend: Target, name: str, value: float, dtype: torch.dtype) -> None:
+    """Also where a float32 product is one of several parts, of which an infinity has none."""
+    case = build(backend, Sizes(lengths=(100, 100), capacity=128, dtype=dtype), num_splits=2)
+    for row in (3, 99):
+        case.tensors[f"{name}_cache"][0, 0, row, 5] = value
+        case.sequences[0][name][0, 0, row, 5] = value
+    check(backend, case)
+
+
 def test_equal_calls_have_equal_bits(backend: Target) -> None:
     case = build(backend, Sizes(lengths=(300, 17), capacity=512, page=16, dtype=torch.bfloat16))
     first, second = (run(backend, case) for _ in range(2))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from test_triton_compile import GPUS, Kernel, compile_for, empty, gpu, machine_of
+from sass import unwritten_reads
+from test_triton_compile import GPUS, Kernel, compile_for, dump, empty, gpu, machine_of
 
 from ioattn import caches
 from ioattn.backends.triton import decoding, splits
@@ -53,12 +55,35 @@ def test_hopper(dtype: torch.dtype, page: int | None, tmp_path: Path) -> None:
     for kernel in kernels(90, tensors, DecodeOptions(hi=0, splits=3)):
         compiled = compile_for(90, kernel)
         machine = machine_of(compiled, tmp_path)
-        assert machine.spills_in_loops() == 0, kernel.name
+        instructions = [instruction for _, instruction in machine.code]
+        assert machine.stack <= 16, kernel.name
+        assert machine.reads_of_nothing() == [], kernel.name
         assert compiled.metadata.shared <= min(GPUS[90], kernel.shared_bound), kernel.name
+        assert only_arithmetic_comes_before_the_wait(instructions), kernel.name
         if kernel.name == "decode":
-            instructions = [instruction for _, instruction in machine.code]
             assert sum("LDGSTS.E.BYPASS.128" in i for i in instructions) >= 16
             assert any("MMA" in i for i in instructions)
+
+
+def only_arithmetic_comes_before_the_wait(instructions: list[str]) -> bool:
+    """A kernel that starts early divides before it waits for the one in front, and reads memory after."""
+    wait = instructions.index("ACQBULK")
+    before = [re.sub(r"^@\S+ ", "", i) for i in instructions[:wait]]
+    divides = sum(i.startswith("MUFU.RCP") for i in before)
+    return divides >= 2 and not any(i.startswith(("LDG", "STG")) for i in before)
+
+
+@pytest.mark.parametrize("n_q", [2, 8, 16])
+def test_tiles_of_several_tokens_fit(n_q: int, tmp_path: Path) -> None:
+    """As many heads as processors: turned tiles, whose products take descriptors, and which keep Q twice."""
+    cache = empty(16, 8, 8192, 128, dtype=torch.bfloat16)
+    tensors = CacheTensors(empty(16, 32, n_q, 128, dtype=torch.bfloat16), cache, cache, empty(16, dtype=torch.int32))
+    assert splits.choose(caches.describe(tensors, DecodeOptions(hi=0)), gpu(90)).turned
+    for kernel in kernels(90, tensors, DecodeOptions(hi=0, splits=1)):
+        compiled = compile_for(90, kernel)
+        assert compiled.metadata.shared <= kernel.shared_bound <= GPUS[90], kernel.name
+        machine_of(compiled, tmp_path)
+        assert unwritten_reads(dump(tmp_path / "kernel.cubin", "--dump-sass").splitlines()) == []
 
 
 @pytest.mark.parametrize("sm", GPUS)

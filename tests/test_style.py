@@ -30,7 +30,7 @@ LAYERS = (
     {"registry"},
     {"backends"},
     {"io"},
-    {"compose", "merge", "cases"},
+    {"compose", "launching", "merge", "cases"},
     {"caches"},
     {"problem"},
     {"scores", "masks"},

@@ -20,7 +20,7 @@ if triton.knobs.runtime.interpret:
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from ioattn.backends.triton import config, launch  # noqa: E402
+from ioattn.backends.triton import config, halves, launch  # noqa: E402
 from ioattn.backends.triton.call import Prepared  # noqa: E402
 from ioattn.backends.triton.config import Gpu  # noqa: E402
 
@@ -91,7 +91,7 @@ def kernels(
     grads = Gradients(*map(torch.empty_like, (q, k, v)), dbias)
     forward = launch.prepare_forward(problem, tensors, out, gpu(sm))
     steps = launch.prepare_backward(problem, tensors, out, out, grads, gpu(sm))
-    room = launch.room_of(problem, (*forward, *steps), tensors, out)
+    room = halves.room_for(problem, halves.wanted((*forward, *steps)), tensors, out)
     given = launch.forward_arguments(problem, tensors, out, lse, room._replace(dout=None))
     totals = lse if problem.sinks or dbias is not None else None
     others = (out, lse, out, None, lse, totals, None)

@@ -11,10 +11,11 @@ from attend import Shape, Target, check, dense, packed
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from ioattn import ops
 from ioattn.backends.triton import config, launch
-from ioattn.backends.triton.call import _by_address
 from ioattn.backends.triton.config import FP16X3, Tiles
 from ioattn.backends.triton.halves import Room
+from ioattn.launching import by_address
 from ioattn.problem import Options, Problem, Tensors
 
 FORMS = {
@@ -30,22 +31,22 @@ def test_later_calls_get_the_same_arguments_as_addresses() -> None:
     problem = Problem.of(tensors, Options(lo=-3, softcap=2.0))
     every = (*tensors, x, torch.empty(2, 4, 9))
 
-    def describe(given: Sequence[Any]) -> list[Any]:
-        return launch.forward_arguments(problem, Tensors(*given[:-2]), *given[-2:], Room())
+    def describe(given: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple(launch.forward_arguments(problem, Tensors(*given[:-2]), *given[-2:], Room()))
 
     def with_addresses(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return value.data_ptr()
         return tuple(map(with_addresses, value)) if isinstance(value, tuple) else value
 
-    made = _by_address(describe, every)
+    made = by_address(describe, every)
     assert made is not None
-    assert made([None if x is None else x.data_ptr() for x in every]) == with_addresses(tuple(describe(every)))
+    assert made([None if x is None else x.data_ptr() for x in every]) == with_addresses(describe(every))
 
 
 def test_a_tensor_that_is_copied_first_is_not_called_by_address() -> None:
     apart = torch.empty(8)[::2]
-    assert _by_address(lambda given: [(given[0].contiguous(),)], [apart]) is None
+    assert by_address(lambda given: (given[0].contiguous(),), [apart]) is None
 
 
 @pytest.fixture(params=FORMS)
@@ -54,7 +55,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, backen
         pytest.skip("in Triton's interpreter the tiles can be set")
     tiles = FORMS[request.param]
     monkeypatch.setattr(config, "INTERPRETER", tiles)
-    monkeypatch.setattr(launch, "_memories", {})
+    monkeypatch.setattr(ops, "_plans", {})
     return tiles
 
 

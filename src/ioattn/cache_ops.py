@@ -6,15 +6,14 @@ reads them. Neither has a derivative: decoding is inference.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ioattn import caches, registry
 from ioattn.caches import CacheTensors, DecodeOptions
-from ioattn.ops import as_written, empty_in_order, is_plain
-from ioattn.problem import Problem
+from ioattn.ops import Layout, Plan, as_written, empty_in_order, is_plain, layout_key, remember
 
 _TENSOR_COUNT = len(CacheTensors._fields)
 _OPTION_COUNT = len(DecodeOptions._fields)
@@ -40,63 +39,48 @@ def decode(tensors: CacheTensors, options: DecodeOptions, backend: str | None) -
 
 def append(tensors: CacheTensors, k_new: Tensor, v_new: Tensor, checked: bool, backend: str | None) -> None:
     """Write new rows behind the lengths of a cache, in place."""
-    caches.check(tensors)
-    caches.check_new_rows(tensors, k_new, v_new)
     given = (*tensors[:5], k_new, v_new)
     if is_plain(given):
         _run_append(tensors, k_new, v_new, checked, backend)
     else:
+        caches.check(tensors)
+        caches.check_new_rows(tensors, k_new, v_new)
         _append_op(*given, checked, backend)
 
 
-class _Plan(NamedTuple):
-    """What a call needs besides its tensors."""
-
-    problem: Problem
-    backend: registry.Backend
-    out: tuple[tuple[int, ...], tuple[int, ...]]
+_plans: dict[Any, Plan] = {}
 
 
-_plans: dict[Any, _Plan] = {}
-_MAX_PLANS = 4096
-
-
-def _plan_for(tensors: CacheTensors, options: DecodeOptions, backend: str | None) -> _Plan:
-    q, k, v = tensors[:3]
-    key = (
-        (q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device),
-        (v.shape, v.stride(), v.dtype, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15),
-        tuple([x if x is None else (x.shape, x.dtype, x.device) for x in tensors[3:]]),
-        options,
-        backend,
-    )
+def _plan_for(
+    tensors: CacheTensors, options: DecodeOptions, backend: str | None, rows: tuple[Tensor, Tensor] | None = None
+) -> Plan:
+    """The plan of a decode, or with new rows that of their append."""
+    key = (layout_key(tensors), options, backend, None if rows is None else layout_key(rows))
     plan = _plans.get(key)
     if plan is None:
         problem = caches.describe(tensors, options)
-        out = empty_in_order(q, v.shape[-1])
-        plan = _Plan(problem, registry.choose(problem, backend), (out.shape, out.stride()))
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
-        _plans[key] = plan
+        if rows is not None:
+            caches.check_new_rows(tensors, *rows)
+        results = rows or _allocate(tensors)
+        chosen = registry.choose(problem, backend)
+        run = registry.prepare("append" if rows else "decode", chosen, problem, tensors, *results)
+        plan = remember(_plans, key, Plan(tuple(map(Layout.of, results)), run))
     return plan
 
 
 def _run_decode(tensors: CacheTensors, options: DecodeOptions, backend: str | None) -> tuple[Tensor, Tensor]:
     plan = _plan_for(tensors, options, backend)
-    problem = plan.problem
     _check_values(tensors, options.appended, options.checked)
-    out = torch.empty_strided(*plan.out, dtype=problem.dtype, device=problem.device)
-    lse = torch.empty(tensors.q.shape[:-1], dtype=problem.compute_dtype, device=problem.device)
-    with as_written(problem.device.type):
-        plan.backend.decode(problem, tensors, out, lse)
+    out, lse = (layout.empty() for layout in plan.results)
+    plan.run(tensors, out, lse)
     return out, lse
 
 
 def _run_append(tensors: CacheTensors, k_new: Tensor, v_new: Tensor, checked: bool, backend: str | None) -> None:
     appended = k_new.shape[2]
-    plan = _plan_for(tensors, DecodeOptions(appended=appended, checked=checked), backend)
+    plan = _plan_for(tensors, DecodeOptions(appended=appended, checked=checked), backend, (k_new, v_new))
     _check_values(tensors, appended, checked)
-    plan.backend.append(plan.problem, tensors, k_new, v_new)
+    plan.run(tensors, k_new, v_new)
 
 
 def _check_values(tensors: CacheTensors, appended: int, checked: bool) -> None:
@@ -107,12 +91,17 @@ def _check_values(tensors: CacheTensors, appended: int, checked: bool) -> None:
 
 def _decode(*args: Any) -> tuple[Tensor, Tensor]:
     tensors, options = CacheTensors(*args[:_TENSOR_COUNT]), DecodeOptions(*args[_TENSOR_COUNT:-1])
-    return _run_decode(tensors, options, args[-1])
+    with as_written(tensors.q.device.type):
+        return _run_decode(tensors, options, args[-1])
 
 
 def _decode_fake(*args: Any) -> tuple[Tensor, Tensor]:
     tensors = CacheTensors(*args[:_TENSOR_COUNT])
     caches.check(tensors)
+    return _allocate(tensors)
+
+
+def _allocate(tensors: CacheTensors) -> tuple[Tensor, Tensor]:
     q = tensors.q
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return empty_in_order(q, tensors.v_cache.shape[-1]), torch.empty(q.shape[:-1], dtype=dtype, device=q.device)

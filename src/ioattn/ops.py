@@ -12,13 +12,14 @@ What follows from shapes, strides and options alone (the checked Problem, its ba
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from ioattn import registry
 from ioattn.problem import Gradients, Options, Problem, Tensors, check, check_offsets, longest_lengths
@@ -47,8 +48,10 @@ _library.define(
 
 def attend(tensors: Tensors, options: Options, backend: str | None) -> tuple[Tensor, Tensor]:
     """Attention of these inputs, under autocast and autograd where they apply."""
-    needs_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    if not needs_grad and is_plain(tensors):
+    needs_grad = torch.is_grad_enabled() and requires_grad(tensors)
+    if is_plain(tensors):
+        if needs_grad:
+            return _PlainAttention.apply(*tensors, *options, backend)  # type: ignore[no-untyped-call]
         return _run_forward(tensors, options, backend)
     tensors = _autocast(tensors)
     if torch.compiler.is_compiling():
@@ -60,20 +63,30 @@ def attend(tensors: Tensors, options: Options, backend: str | None) -> tuple[Ten
     return _forward_op(*tensors, *options, backend)
 
 
-def is_plain(tensors: tuple[Tensor | None, ...]) -> bool:
+def requires_grad(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether one of them does."""
+    for x in tensors:  # noqa: SIM110 - `any` over a generator takes twice as long
+        if x is not None and x.requires_grad:
+            return True
+    return False
+
+
+def is_plain(tensors: Iterable[Tensor | None]) -> bool:
     """Whether nothing would look at the operator on its way, so that it need not be called: 3.5 us."""
-    q, k, v = tensors[:3]
-    return (
-        type(q) is type(k) is type(v) is Tensor
-        and not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and not _is_transformed()
-        and not torch._C._is_any_autocast_enabled()
-        and not torch._C._autograd._profiler_enabled()
-        and torch._C._get_tracing_state() is None
-        and not q.is_meta
-        and not any(x.is_neg() for x in tensors if x is not None)
-    )
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() != 0
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch._C._is_any_autocast_enabled()
+        or torch._C._autograd._profiler_enabled()
+        or torch._C._get_tracing_state() is not None
+    ):
+        return False
+    for x in tensors:  # noqa: SIM110
+        if x is not None and (type(x) not in (Tensor, Parameter) or x.is_neg() or x.is_meta):
+            return False
+    return True
 
 
 def _is_transformed() -> bool:
@@ -104,39 +117,84 @@ def _is_autocast_enabled(device: str) -> bool:
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
-class _Plan(NamedTuple):
-    """What a call needs besides its tensors."""
+class Layout(NamedTuple):
+    """How memory of a result lies, and where."""
 
-    problem: Problem
-    backend: registry.Backend
-    out: tuple[tuple[int, ...], tuple[int, ...]]
-    lse_shape: tuple[int, ...]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, x: Tensor) -> Layout:
+        """The layout of a tensor."""
+        return cls(tuple(x.shape), x.stride(), x.dtype, x.device)
+
+    def empty(self) -> Tensor:
+        """New memory that lies so; a third faster than `torch.empty`, which has more to parse."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
 
 
-_plans: dict[Any, _Plan] = {}
-_MAX_PLANS = 4096
+def layout_key(tensors: Sequence[Tensor | None]) -> Any:
+    """Everything about tensors but their numbers; whether they start at a multiple of 16 bytes depends on the address.
+
+    A compiled kernel takes these for granted, so that what was checked or prepared holds for every equal key.
+    """
+    return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15) for x in tensors])
 
 
-def _plan_for(tensors: Tensors, options: Options, backend: str | None) -> _Plan:
+class Plan(NamedTuple):
+    """A checked call, ready for tensors of the layouts that it was made for."""
+
+    results: tuple[Any, ...]
+    """A `Layout` each, or None for a gradient that nobody wants."""
+    run: Callable[..., None]
+
+
+_plans: dict[Any, Plan] = {}
+MAX_PLANS = 4096
+
+
+def _plan_for(tensors: Tensors, options: Options, backend: str | None) -> Plan:
+    """The plan of a forward: it writes out and lse."""
     if tensors.cu_seqlens_q is not None:
         options = _with_lengths(tensors, options)
-    q, k, v = tensors[:3]
-    # Everything a Problem is made of; whether a row starts at a multiple of 16 bytes depends on the address, too.
-    key = (
-        (q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device),
-        (v.shape, v.stride(), v.dtype, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15),
-        tuple([x if x is None else (x.shape, x.dtype, x.device) for x in tensors[3:]]),
-        options,
-        backend,
-    )
+    key = (layout_key(tensors), options, backend)
     plan = _plans.get(key)
     if plan is None:
         problem = Problem.of(tensors, options)
-        out, lse = _allocate_forward(tensors)
-        plan = _Plan(problem, registry.choose(problem, backend), (out.shape, out.stride()), lse.shape)
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
-        _plans[key] = plan
+        results = _allocate_forward(tensors)
+        run = registry.prepare("forward", registry.choose(problem, backend), problem, tensors, *results)
+        plan = remember(_plans, key, Plan(tuple(map(Layout.of, results)), run))
+    return plan
+
+
+def _backward_plan_for(
+    tensors: Tensors,
+    upstream: tuple[Tensor | None, ...],
+    wants: tuple[bool, bool],
+    options: Options,
+    backend: str | None,
+) -> Plan:
+    """The plan of a backward: it writes dq, dk and dv, then dbias and dsinks where they are wanted."""
+    if tensors.cu_seqlens_q is not None:
+        options = _with_lengths(tensors, options)
+    key = (layout_key((*tensors, *upstream)), wants, options, backend)
+    plan = _plans.get(key)
+    if plan is None:
+        problem = Problem.of(tensors, options)
+        grads = _allocate_backward(tensors, *wants)
+        chosen = registry.choose(problem, backend, backward=True)
+        run = registry.prepare("backward", chosen, problem, tensors, *upstream, grads)
+        plan = remember(_plans, key, Plan(tuple(None if x is None else Layout.of(x) for x in grads), run))
+    return plan
+
+
+def remember(plans: dict[Any, Plan], key: Any, plan: Plan) -> Plan:
+    """Keep a plan, and forget all others before there are too many."""
+    if len(plans) >= MAX_PLANS:
+        plans.clear()
+    plans[key] = plan
     return plan
 
 
@@ -164,31 +222,31 @@ def describe(tensors: Tensors, options: Options) -> Problem:
 
 def _run_forward(tensors: Tensors, options: Options, backend: str | None) -> tuple[Tensor, Tensor]:
     plan = _plan_for(tensors, options, backend)
-    device = plan.problem.device
-    out = torch.empty_strided(*plan.out, dtype=plan.problem.dtype, device=device)
-    lse = torch.empty(plan.lse_shape, dtype=plan.problem.compute_dtype, device=device)
-    with as_written(device.type):
-        plan.backend.forward(plan.problem, tensors, out, lse)
+    out, lse = (layout.empty() for layout in plan.results)
+    plan.run(tensors, out, lse)
     return out, lse
 
 
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
-    return _run_forward(Tensors(*args[:_INPUT_COUNT]), *_settings(args))
+    tensors = Tensors(*args[:_INPUT_COUNT])
+    with as_written(tensors.q.device.type):
+        return _run_forward(tensors, *_settings(args))
+
+
+def _run_backward(*args: Any) -> Gradients:
+    tensors = Tensors(*args[:_INPUT_COUNT])
+    out, lse, dout, dlse, *wants = args[_INPUT_COUNT:-_SETTING_COUNT]
+    # Backends index lse as the forward wrote it; vmap hands it over as a view with stride 0.
+    lse = lse.contiguous()
+    plan = _backward_plan_for(tensors, (out, lse, dout, dlse), tuple(wants), *_settings(args))
+    grads = Gradients(*[None if layout is None else layout.empty() for layout in plan.results])  # type: ignore[arg-type]
+    plan.run(tensors, out, lse, dout, dlse, grads)
+    return grads
 
 
 def _backward(*args: Any) -> tuple[Tensor, ...]:
-    tensors, settings = Tensors(*args[:_INPUT_COUNT]), _settings(args)
-    out, lse, dout, dlse, want_dbias, want_dsinks = args[_INPUT_COUNT:-_SETTING_COUNT]
-    # Backends index lse as the forward wrote it; vmap hands it over as a view with stride 0.
-    lse = lse.contiguous()
-    plan = _plan_for(tensors, *settings)
-    grads = _allocate_backward(tensors, want_dbias, want_dsinks)
-    dq, dk, dv, dbias, dsinks = grads
-    wanted = Gradients(dq, dk, dv, dbias if want_dbias else None, dsinks if want_dsinks else None)
-    with as_written(plan.problem.device.type):
-        backend = registry.choose(plan.problem, settings[1], backward=True)
-        backend.backward(plan.problem, tensors, out, lse, dout, dlse, wanted)
-    return grads
+    with as_written(args[0].device.type):
+        return _all_present(_run_backward(*args))
 
 
 def as_written(device: str) -> AbstractContextManager[None]:
@@ -204,7 +262,7 @@ def _forward_fake(*args: Any) -> tuple[Tensor, Tensor]:
 
 def _backward_fake(*args: Any) -> tuple[Tensor, ...]:
     want_dbias, want_dsinks = (args[i] for i in _WANT_POSITIONS)
-    return _allocate_backward(Tensors(*args[:_INPUT_COUNT]), want_dbias, want_dsinks)
+    return _all_present(_allocate_backward(Tensors(*args[:_INPUT_COUNT]), want_dbias, want_dsinks))
 
 
 def _settings(args: tuple[Any, ...]) -> tuple[Options, str | None]:
@@ -218,13 +276,15 @@ def _allocate_forward(tensors: Tensors) -> tuple[Tensor, Tensor]:
     return empty_in_order(q, v.shape[-1]), torch.empty(rows, dtype=dtype, device=q.device)
 
 
-def _allocate_backward(tensors: Tensors, want_dbias: bool, want_dsinks: bool) -> tuple[Tensor, ...]:
+def _allocate_backward(tensors: Tensors, want_dbias: bool, want_dsinks: bool) -> Gradients:
     dq, dk, dv = map(empty_in_order, tensors[:3])
-    absent = dq.new_empty((0,))
-    dbias = absent if tensors.bias is None or not want_dbias else empty_in_order(tensors.bias)
-    dsinks = absent if tensors.sinks is None or not want_dsinks else empty_in_order(tensors.sinks)
-    # An operator may not return one tensor twice.
-    return dq, dk, dv, dbias, absent.clone() if dsinks is dbias else dsinks
+    extras = (tensors.bias if want_dbias else None, tensors.sinks if want_dsinks else None)
+    return Gradients(dq, dk, dv, *(None if x is None else empty_in_order(x) for x in extras))
+
+
+def _all_present(grads: Gradients) -> tuple[Tensor, ...]:
+    """The gradients with an empty tensor, each time another one, where there is none: an operator returns tensors."""
+    return tuple(grads.dq.new_empty((0,)) if x is None else x for x in grads)
 
 
 def empty_in_order(like: Tensor, columns: int | None = None) -> Tensor:
@@ -278,6 +338,8 @@ class _Attention(torch.autograd.Function):
         args = (*inputs, out, lse, dout, dlse, wants["bias"], wants["sinks"], *ctx.settings)
         if torch.is_grad_enabled():
             dq, dk, dv, dbias, dsinks = _AttentionBackward.apply(*args)  # type: ignore[no-untyped-call]
+        elif is_plain((*inputs, out, lse, dout, dlse)):
+            dq, dk, dv, dbias, dsinks = _run_backward(*args)
         else:
             dq, dk, dv, dbias, dsinks = _backward_op(*args)
         grads = {"q": dq, "k": dk, "v": dv, "bias": dbias, "sinks": dsinks}
@@ -287,6 +349,19 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
         raise NotImplementedError("ioattn has no forward-mode derivatives (jvp, jacfwd, dual tensors) yet")
+
+
+class _PlainAttention(torch.autograd.Function):
+    """`_Attention` where nothing is transformed: without a `setup_context` torch binds no arguments, for 40 us."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        output = _run_forward(Tensors(*args[:_INPUT_COUNT]), *_settings(args))
+        _Attention.setup_context(ctx, args, output)
+        return output
+
+    backward = _Attention.backward
+    jvp = _Attention.jvp
 
 
 class _AttentionBackward(torch.autograd.Function):

@@ -349,6 +349,8 @@ def _longest(given: int | None, offsets: Tensor) -> int:
 
 def check_tensor(name: str, value: Any, kind: str) -> None:
     """Raise TypeError unless `value` is a strided tensor."""
+    if type(value) is Tensor and value.layout is torch.strided and not value.is_nested:
+        return
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}; it must be {kind}")
     if value.layout is not torch.strided or value.is_nested:

@@ -6,9 +6,10 @@ A backend is a module under `ioattn.backends` with the functions of `Backend`. A
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Protocol, cast
+from functools import lru_cache, partial
+from typing import Any, Literal, Protocol, cast
 
 from torch import Tensor
 
@@ -24,12 +25,19 @@ MODULES = {
 """Backends in order of preference; a module is imported when it is first asked."""
 
 
+Step = Literal["forward", "backward", "decode", "append"]
+
+
 class Backend(Protocol):
     """What a backend module provides.
 
     One without a `backward` says so by `forward_only = True`: its `out` and `lse` are like any other backend's, so the
     first of those that has one differentiates them. One that objects to every problem with a cache needs no `decode`
     and no `append`.
+
+    Next to `forward`, `backward`, `decode` and `append` there may be a `prepare_forward` and so on with the same
+    arguments. It gives a function of the arguments but the problem, for later calls whose tensors lie like these, and
+    must not keep these.
     """
 
     name: str
@@ -141,6 +149,12 @@ def choose(problem: Problem, name: str | None = None, backward: bool = False) ->
             return load(candidate)
         against.append(f"{candidate}: {'; '.join(reasons)}")
     raise UnsupportedProblemError(f"no backend that was asked runs {problem} ({' | '.join(against)})")
+
+
+def prepare(step: Step, backend: Backend, problem: Problem, *given: Any) -> Callable[..., None]:
+    """A step of a backend on this problem, ready for arguments that lie like those given."""
+    maker: Callable[..., Callable[..., None]] | None = getattr(backend, f"prepare_{step}", None)
+    return partial(getattr(backend, step), problem) if maker is None else maker(problem, *given)
 
 
 def explain(problem: Problem) -> Explanation:

@@ -38,11 +38,11 @@ class Term:
 
 
 def _softcap_step(score, distance, operand):  # type: ignore[no-untyped-def]
-    return operand * tanh(score / operand)
+    return operand * tanh(score * (1.0 / operand))
 
 
 def _softcap_dstep(dscore, score, distance, operand):  # type: ignore[no-untyped-def]
-    squashed = tanh(score / operand)
+    squashed = tanh(score * (1.0 / operand))
     return dscore * (1.0 - squashed * squashed)
 
 

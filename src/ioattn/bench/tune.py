@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 import ioattn
-from ioattn.backends.triton import config, launch
-from ioattn.backends.triton.call import Arguments, Prepared
+from ioattn.backends.triton import config, halves, launch
+from ioattn.backends.triton.call import Prepared
 from ioattn.backends.triton.config import Direction, Gpu, Tiles
 from ioattn.backends.triton.launch import ForwardSteps, Steps
 from ioattn.bench.timer import alternate_on_gpu
 from ioattn.cases import DTYPE_NAMES
+from ioattn.launching import Arguments
 from ioattn.problem import Gradients, Options, Problem, Tensors
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "key_value", "query")
@@ -56,7 +57,7 @@ class Trial(NamedTuple):
     tiles: Tiles
 
     def __str__(self) -> str:
-        q_tile, k_tile, warps, stages, precision, apart = self.tiles
+        q_tile, k_tile, warps, stages, precision, apart, _ = self.tiles
         name = f"{self.direction} {self.dtype} D{self.dim} {'causal' if self.causal else 'full'}"
         return f"{name} {q_tile}x{k_tile} w{warps} s{stages} {precision}{' apart' if apart else ''}"
 
@@ -110,11 +111,11 @@ def _prepare(trial: Trial, batch: int, heads: int, len_q: int, len_k: int) -> _R
         backward = launch.prepare_backward(problem, tensors, out, dout, grads, gpu)
     finally:
         config.choose = choose
-    room = launch.room_of(problem, forward, tensors, None)
+    room = halves.room_for(problem, halves.wanted(forward), tensors, None)
     steps = _with_arguments(forward, launch.forward_arguments(problem, tensors, out, lse, room))
     if trial.direction != "forward":
         _start([pair for pairs in steps.values() for pair in pairs])
-        room = launch.room_of(problem, backward, tensors, dout)
+        room = halves.room_for(problem, halves.wanted(backward), tensors, dout)
         others = (out, lse, dout, None, delta, None, None)
         steps = _with_arguments(backward, launch.backward_arguments(problem, tensors, grads, others, room, backward))
     _start([pair for name in ("delta", "measure", "split") for pair in steps.get(name, [])])
@@ -125,7 +126,9 @@ def _prepare(trial: Trial, batch: int, heads: int, len_q: int, len_k: int) -> _R
     return _Run(lambda: _start(kernels), wanted, {"q": q, "k": k, "v": v, "dout": dout})
 
 
-def _with_arguments(steps: ForwardSteps | Steps, given: Sequence[Arguments]) -> dict[str, list[tuple[Prepared, Arguments]]]:
+def _with_arguments(
+    steps: ForwardSteps | Steps, given: Sequence[Arguments]
+) -> dict[str, list[tuple[Prepared, Arguments]]]:
     pairs = zip(steps._fields, steps, given, strict=True)
     return {name: [(kernel, arguments) for kernel in group] for name, group, arguments in pairs}
 
@@ -203,14 +206,17 @@ def _work(pipe: Any) -> None:
     while True:
         try:
             trial = pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             return
         try:
             answer = (fault_of(trial), True)
         except Exception as error:
             lines = str(error).splitlines() or [""]
             answer = (f"{type(error).__name__}: {lines[0]}", "CUDA" not in str(error))
-        pipe.send(answer)
+        try:
+            pipe.send(answer)
+        except ConnectionError:  # nobody waits for it: the time is over
+            return
         if not answer[1]:
             return
 

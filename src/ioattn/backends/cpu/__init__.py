@@ -7,14 +7,13 @@ Reads like `backends/eager.py`, with the same names, in `forward.py` and `backwa
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ioattn import caches
 from ioattn.backends.cpu import jit
-from ioattn.backends.cpu.plan import Plan, plan_backward, plan_decode, plan_forward
+from ioattn.backends.cpu.plan import plan_backward, plan_decode, plan_forward
 from ioattn.caches import CacheTensors
 from ioattn.problem import Gradients, Problem, Tensors
 
@@ -38,30 +37,41 @@ def objections(problem: Problem) -> list[str]:
 
 def forward(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None:
     """Write softmax(S) V to `out` and log(rowsum(exp(S))) to `lse`."""
-    bias = None if tensors.bias is None else tensors.bias.dtype
-    plan = _planned(problem, (bias,), lambda: plan_forward(problem, lse.shape, bias))
-    inputs = _inputs(tensors)
-    inputs["out"], inputs["lse"] = out, lse
-    plan.run(inputs)
-    if problem.packed:
-        end = _ends(tensors)[0]
-        out[end:] = 0
-        lse[:, end:] = -torch.inf
+    prepare_forward(problem, tensors, out, lse)(tensors, out, lse)
+
+
+def prepare_forward(
+    problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor
+) -> Callable[[Tensors, Tensor, Tensor], None]:
+    """`forward`, for tensors that lie like these."""
+    plan = plan_forward(problem, lse.shape, None if tensors.bias is None else tensors.bias.dtype)
+    start = plan.prepare({"out": out, "lse": lse, **_inputs(tensors)})
+
+    def run(tensors: Tensors, out: Tensor, lse: Tensor) -> None:
+        start((out, lse, *_inputs(tensors).values()))
+        if problem.packed:
+            end = _ends(tensors)[0]
+            out[end:] = 0
+            lse[:, end:] = -torch.inf
+
+    return run
 
 
 def decode(problem: Problem, tensors: CacheTensors, out: Tensor, lse: Tensor) -> None:
     """Write attention over a cache to `out` and its log-sum-exp to `lse`."""
-    plan = _planned(problem, ("decode",), lambda: plan_decode(problem, lse.shape))
-    tree = tensors.tree_mask
-    optional = {
-        "table": None if tensors.block_table is None else tensors.block_table.contiguous(),
-        "tree": None if tree is None else tree[:, None],
-        "slopes": None if tensors.alibi_slopes is None else tensors.alibi_slopes.float().contiguous(),
-        "sinks": None if tensors.sinks is None else tensors.sinks.float().contiguous(),
-    }
-    inputs = {"q": tensors.q, "k": tensors.k_cache, "v": tensors.v_cache, "out": out, "lse": lse}
-    inputs["lengths"] = tensors.cache_seqlens.contiguous()
-    plan.run(inputs | {name: x for name, x in optional.items() if x is not None})
+    prepare_decode(problem, tensors, out, lse)(tensors, out, lse)
+
+
+def prepare_decode(
+    problem: Problem, tensors: CacheTensors, out: Tensor, lse: Tensor
+) -> Callable[[CacheTensors, Tensor, Tensor], None]:
+    """`decode`, for tensors that lie like these."""
+    start = plan_decode(problem, lse.shape).prepare({"out": out, "lse": lse, **_cache_inputs(tensors)})
+
+    def run(tensors: CacheTensors, out: Tensor, lse: Tensor) -> None:
+        start((out, lse, *_cache_inputs(tensors).values()))
+
+    return run
 
 
 def append(problem: Problem, tensors: CacheTensors, k_new: Tensor, v_new: Tensor) -> None:
@@ -73,33 +83,55 @@ def backward(
     problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, grads: Gradients
 ) -> None:
     """Write the gradients of q, k and v, and those of bias and sinks where wanted, to `grads`."""
+    given = (tensors, out, lse, dout, dlse, grads)
+    prepare_backward(problem, *given)(*given)
+
+
+def prepare_backward(
+    problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, grads: Gradients
+) -> Callable[..., None]:
+    """`backward`, for tensors that lie like these."""
     bias = None if tensors.bias is None else tensors.bias.dtype
-    wants = grads.dbias is not None
-    plan = _planned(problem, (bias, wants), lambda: plan_backward(problem, lse.shape, bias, wants))
-    if problem.band.bounded or problem.packed or problem.len_k == 0:
-        # Queries that see no key are in no task.
-        grads.dq.zero_()
-    dbias = None
-    if grads.dbias is not None:
-        dbias = grads.dbias.zero_() if grads.dbias.dtype == torch.float32 else torch.zeros_like(grads.dbias).float()
-    partial = None
-    if plan.chunks > 1:
-        partial = torch.zeros(plan.chunks, *lse.shape, problem.dim)
-    arrays = {"out": out, "lse": lse, "dout": dout, "dq": grads.dq, "dk": grads.dk, "dv": grads.dv}
-    workspaces = {name: x for name, x in (("dbias", dbias), ("partial", partial)) if x is not None}
-    plan.run(_inputs(tensors) | arrays | workspaces, dlse)
-    if partial is not None:
-        for part in partial[1:]:
-            partial[0] += part
-        grads.dq.copy_(partial[0].transpose(0, 1) if problem.packed else partial[0])
-    if problem.packed:
-        end = _ends(tensors)[1]
-        grads.dk[end:] = 0
-        grads.dv[end:] = 0
-    if grads.dbias is not None and dbias is not None and dbias is not grads.dbias:
-        grads.dbias.copy_(dbias)
-    if grads.dsinks is not None:
-        grads.dsinks.copy_(_sink_gradient(problem, tensors, out, lse, dout, dlse))
+    plan = plan_backward(problem, lse.shape, bias, grads.dbias is not None)
+    shape = (plan.chunks, *lse.shape, problem.dim)
+
+    def arrays(
+        tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, grads: Gradients
+    ) -> tuple[dict[str, Tensor], Tensor | None, Tensor | None]:
+        dbias, partial = _zeroed(grads.dbias), torch.zeros(shape) if plan.chunks > 1 else None
+        found = {"out": out, "lse": lse, "dout": dout, "dq": grads.dq, "dk": grads.dk, "dv": grads.dv}
+        found |= {name: x for name, x in (("dbias", dbias), ("partial", partial)) if x is not None}
+        return found | _inputs(tensors), dbias, partial
+
+    start = plan.prepare(arrays(tensors, out, lse, dout, grads)[0], dlse)
+
+    def run(tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, grads: Gradients) -> None:
+        if problem.band.bounded or problem.packed or problem.len_k == 0:
+            # Queries that see no key are in no task.
+            grads.dq.zero_()
+        given, dbias, partial = arrays(tensors, out, lse, dout, grads)
+        start(given.values(), dlse)
+        if partial is not None:
+            for part in partial[1:]:
+                partial[0] += part
+            grads.dq.copy_(partial[0].transpose(0, 1) if problem.packed else partial[0])
+        if problem.packed:
+            end = _ends(tensors)[1]
+            grads.dk[end:] = 0
+            grads.dv[end:] = 0
+        if grads.dbias is not None and dbias is not None and dbias is not grads.dbias:
+            grads.dbias.copy_(dbias)
+        if grads.dsinks is not None:
+            grads.dsinks.copy_(_sink_gradient(problem, tensors, out, lse, dout, dlse))
+
+    return run
+
+
+def _zeroed(dbias: Tensor | None) -> Tensor | None:
+    """Zeros to sum a bias's gradient in: the gradient itself where it is fp32."""
+    if dbias is None or dbias.dtype == torch.float32:
+        return dbias if dbias is None else dbias.zero_()
+    return torch.zeros_like(dbias).float()
 
 
 def _inputs(tensors: Tensors) -> dict[str, Tensor]:
@@ -112,6 +144,18 @@ def _inputs(tensors: Tensors) -> dict[str, Tensor]:
         inputs |= {name: x.float().contiguous() for name, x in per_head.items() if x is not None}
         inputs |= {name: x.contiguous() for name, x in offsets.items() if x is not None}
     return inputs
+
+
+def _cache_inputs(tensors: CacheTensors) -> dict[str, Tensor]:
+    tree = tensors.tree_mask
+    optional = {
+        "table": None if tensors.block_table is None else tensors.block_table.contiguous(),
+        "tree": None if tree is None else tree[:, None],
+        "slopes": None if tensors.alibi_slopes is None else tensors.alibi_slopes.float().contiguous(),
+        "sinks": None if tensors.sinks is None else tensors.sinks.float().contiguous(),
+    }
+    inputs = {"q": tensors.q, "k": tensors.k_cache, "v": tensors.v_cache, "lengths": tensors.cache_seqlens.contiguous()}
+    return inputs | {name: x for name, x in optional.items() if x is not None}
 
 
 def _ends(tensors: Tensors) -> tuple[int, int]:
@@ -136,19 +180,3 @@ def _sink_gradient(
     weights = torch.exp(tensors.sinks.float()[:, None] - lse.masked_fill(lse == -torch.inf, 0))
     product = torch.where(weights == 0, 0, weights * delta)
     return -(product.sum(-1) if problem.packed else product.sum((0, -1)))
-
-
-_plans: dict[Any, Plan] = {}
-_MAX_PLANS = 1024
-
-
-def _planned(problem: Problem, options: tuple[Any, ...], make: Callable[[], Plan]) -> Plan:
-    """The plan of a problem, found by the identity of the Problem: hashing one takes longer than a small call."""
-    key = (id(problem), *options)
-    plan = _plans.get(key)
-    if plan is None or plan.problem is not problem:
-        plan = make()
-        if len(_plans) >= _MAX_PLANS:
-            _plans.clear()
-        _plans[key] = plan
-    return plan

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -64,49 +64,46 @@ class Plan:
 
     problem: Problem
     address: int
-    block: ctypes.Array[ctypes.c_int64]
+    block: launch.Block
     tasks: int
     scratch: int
     flops: float
     chunks: int = 1
     partial: int = 0
     counters: int = 0
-    layouts: dict[tuple[tuple[int, ...], ...], launch.Block] = field(default_factory=dict)
 
-    def run(self, tensors: dict[str, Tensor], dlse: Tensor | None = None) -> None:
-        """Run the worker on these tensors, in scratch of this call's own."""
+    def prepare(self, example: dict[str, Tensor], dlse: Tensor | None = None) -> Callable[..., None]:
+        """What runs the worker, in scratch of each call's own, on tensors of these names that lie like these."""
         if self.tasks == 0:
-            return
-        block = self._laid_out(tensors)
-        for name, x in tensors.items():
-            block[SLOTS[name]] = x.data_ptr()
+            return lambda tensors, dlse=None: None
+        ready = type(self.block).from_buffer_copy(self.block)
+        for name, x in example.items():
+            first = _STRIDE_SLOTS.get(name)
+            if first is not None:
+                ready[first : first + 4] = strides(x, self.problem.packed)
         if dlse is not None:
-            block[SLOTS["dlse"]] = dlse.data_ptr()
             steps = [4 * step for step in dlse.stride()]
-            block[SLOTS["dlse_row"]], block[SLOTS["dlse_head"]] = steps[-1], steps[-2]
-            block[SLOTS["dlse_batch"]] = 0 if self.problem.packed else steps[0]
-        threads = min(torch.get_num_threads(), self.tasks)
-        workspace = torch.empty(self.partial + threads * self.scratch, dtype=torch.uint8)
-        place = workspace.data_ptr()
-        if self.counters:
-            workspace[: self.counters] = 0
-            block[SLOTS["partial"]] = place
-        block[SLOTS["workspace"]] = place + self.partial
-        launch.run(self.address, block, self.tasks, threads, self.flops)
+            ready[SLOTS["dlse_row"]], ready[SLOTS["dlse_head"]] = steps[-1], steps[-2]
+            ready[SLOTS["dlse_batch"]] = 0 if self.problem.packed else steps[0]
+        slots = [SLOTS[name] for name in example]
+        dlse_slot, workspace_slot, partial_slot = SLOTS["dlse"], SLOTS["workspace"], SLOTS["partial"]
 
-    def _laid_out(self, tensors: dict[str, Tensor]) -> launch.Block:
-        """A copy of the block with the strides of these tensors: the same ones for most calls, so they are kept."""
-        layout = tuple([x.stride() for x in tensors.values()])
-        known = self.layouts.get(layout)
-        if known is None:
-            known = type(self.block).from_buffer_copy(self.block)
-            for name, x in tensors.items():
-                first = _STRIDE_SLOTS.get(name)
-                if first is not None:
-                    known[first : first + 4] = strides(x, self.problem.packed)
-            self.layouts.clear()
-            self.layouts[layout] = known
-        return type(known).from_buffer_copy(known)
+        def run(tensors: Iterable[Tensor], dlse: Tensor | None = None) -> None:
+            block = type(ready).from_buffer_copy(ready)
+            for slot, x in zip(slots, tensors, strict=True):
+                block[slot] = x.data_ptr()
+            if dlse is not None:
+                block[dlse_slot] = dlse.data_ptr()
+            threads = min(torch.get_num_threads(), self.tasks)
+            workspace = torch.empty(self.partial + threads * self.scratch, dtype=torch.uint8)
+            place = workspace.data_ptr()
+            if self.counters:
+                workspace[: self.counters] = 0
+                block[partial_slot] = place
+            block[workspace_slot] = place + self.partial
+            launch.run(self.address, block, self.tasks, threads, self.flops)
+
+        return run
 
 
 _STRIDE_SLOTS = {tensor: SLOTS[f"{tensor}_{STRIDES[0]}"] for tensor in TENSORS}

@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -63,40 +65,58 @@ def objections(problem: Problem) -> list[str]:
 
 def forward(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None:
     """Write attention's `out` and `lse`."""
-    if out.numel() == 0 and lse.numel() == 0:
-        return
-    if tensors.k.numel() == 0:
-        out.zero_()
-        _no_keys(problem, tensors, lse)
-        return
-    from ioattn.backends.gluon import launch  # imports Triton
+    prepare_forward(problem, tensors, out, lse)(tensors, out, lse)
 
-    if problem.device.index == torch.cuda.current_device():
-        launch.forward(problem, tensors, out, lse)
-        return
+
+def prepare_forward(
+    problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor
+) -> Callable[[Tensors, Tensor, Tensor], None]:
+    """What writes attention's `out` and `lse` for tensors that lie like these."""
+    if out.numel() == 0 and lse.numel() == 0:
+        return lambda tensors, out, lse: None
+    if tensors.k.numel() == 0:
+        return partial(_no_keys, problem)
+    from ioattn.backends.gluon import launch  # imports Triton
+    from ioattn.launching import on_device
+
     with torch.cuda.device(problem.device):
-        launch.forward(problem, tensors, out, lse)
+        return on_device(problem.device, launch.prepare(problem, tensors, out, lse))
 
 
 def backward(
     problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, grads: Gradients
 ) -> None:
     """Write the gradients of q, k and v, and that of sinks where wanted, to `grads`."""
+    given = (tensors, out, lse, dout, dlse, grads)
+    prepare_backward(problem, *given)(*given)
+
+
+def prepare_backward(
+    problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, grads: Gradients
+) -> Callable[..., None]:
+    """What writes the gradients for tensors that lie like these."""
     if tensors.q.numel() == 0 or tensors.k.numel() == 0:
-        for grad in grads:
-            if grad is not None:
-                grad.zero_()
-        if grads.dsinks is not None and dlse is not None:
-            # Only the sinks are left of the sums, and the LSE is the sink.
-            grads.dsinks.copy_(torch.where(lse == -math.inf, 0, dlse).sum(-1 if problem.packed else (0, -1)))
-        return
+        return partial(_no_products, problem)
     from ioattn.backends.gluon import backward_launch  # imports Triton
+    from ioattn.launching import on_device
 
     with torch.cuda.device(problem.device):
-        backward_launch.backward(problem, tensors, out, lse, dout, dlse, grads)
+        return on_device(problem.device, backward_launch.prepare(problem, tensors, out, lse, dout, dlse, grads))
 
 
-def _no_keys(problem: Problem, tensors: Tensors, lse: Tensor) -> None:
+def _no_products(
+    problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, grads: Gradients
+) -> None:
+    for grad in grads:
+        if grad is not None:
+            grad.zero_()
+    if grads.dsinks is not None and dlse is not None:
+        # Only the sinks are left of the sums, and the LSE is the sink.
+        grads.dsinks.copy_(torch.where(lse == -math.inf, 0, dlse).sum(-1 if problem.packed else (0, -1)))
+
+
+def _no_keys(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None:
+    out.zero_()
     lse.fill_(-math.inf)
     if tensors.sinks is None:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +18,10 @@ from ioattn.backends.gluon.kernels import around
 from ioattn.backends.gluon.kernels import backward as kernels
 from ioattn.backends.gluon.kernels.names import GluonASTSource, gl
 from ioattn.backends.gluon.kernels.query_gradient import query_gradient
-from ioattn.backends.gluon.launch import TARGET, Descriptor, _jit, counter, describe, strides_of, tanh
-from ioattn.backends.gluon.repair_launch import compile_repair, mend
+from ioattn.backends.gluon.launch import TARGET, _jit, counter, describe, strides_of, tanh
+from ioattn.backends.gluon.repair_launch import PROGRAMS, compile_repair, repair_arguments
 from ioattn.compose import Formula, fold
+from ioattn.launching import Arguments, Call, Descriptor, addresses_of
 from ioattn.problem import DTYPES, Gradients, Problem, Tensors
 
 ROWS = 64
@@ -218,105 +220,187 @@ def _build(source: Any, function: Any, signature: dict[str, Any], given: dict[st
     return triton.compile(source(function, signature, constants, attributes), target=TARGET, options={"num_warps": 4})
 
 
-def backward(
-    problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, grads: Gradients
-) -> None:
-    """Write the gradients; the problem has no objections and no empty tensors."""
-    sinks = tensors.sinks if grads.dsinks is not None else None
-    use = plan(problem, *map(_dtype, (tensors.alibi_slopes, sinks, dlse)))
-    config = use.config
-    out, dout = addressable(out), addressable(dout)
-    rows_q = tensors.q.shape[0] if problem.packed else problem.len_q
-    entries = 1 if problem.packed else problem.batch
-    head_rows = table.head_rows(problem, rows_q)
-    total = entries * problem.heads * head_rows
+class Operands(NamedTuple):
+    """Every tensor of a backward: those of `Tensors`, what the forward left, the gradients, and scratch."""
+
+    q: Any
+    k: Any
+    v: Any
+    bias: Any
+    mask: Any
+    slopes: Any
+    sinks: Any
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any
+    out: Any
+    lse: Any
+    dout: Any
+    dlse: Any
+    dq: Any
+    dk: Any
+    dv: Any
+    dbias: Any
+    dsinks: Any
+    counter: Any
+    lse_rows: Any
+    delta_rows: Any
+    dq_rows: Any
+    """dQ as it is summed, where the common kernel does so."""
+    flat_lse: Any
+    flat_delta: Any
+    """LSE and delta without gaps between sequences, for the kernel of dQ alone."""
+    sink_terms: Any
+    flag: Any
+    """Raised where a gradient must be computed again."""
+
+
+class Shape(NamedTuple):
+    """What a problem and its tensors' sizes fix: rows of queries and keys in memory, and those of scratch."""
+
+    rows_q: int
+    rows_k: int
+    entries: int
+    head_rows: int
+    total: int
+
+    @classmethod
+    def of(cls, problem: Problem, tensors: Tensors) -> Shape:
+        """The sizes of this call."""
+        packed = problem.packed
+        rows_q, rows_k = (len(tensors.q), len(tensors.k)) if packed else (problem.len_q, problem.len_k)
+        entries, head_rows = 1 if packed else problem.batch, table.head_rows(problem, rows_q)
+        return cls(rows_q, rows_k, entries, head_rows, entries * problem.heads * head_rows)
+
+
+def scratch(problem: Problem, shape: Shape, config: BackwardConfig, sinks: bool) -> tuple[Tensor | None, ...]:
+    """The last of the `Operands`, from `lse_rows` on."""
     new = functools.partial(torch.empty, dtype=torch.float32, device=problem.device)
-    lse_rows, delta_rows = new((2, total))
-    dq_rows = new((total, config.dim)) if config.sums_dq else None
-    flat_rows = new((2, problem.heads, rows_q)) if problem.packed and not config.sums_dq else None
-    terms = None if sinks is None else new(total // ROWS)
-    flag = torch.zeros(1, dtype=torch.int32, device=problem.device) if config.cleans else None
-    grid = (total // ROWS, 1, 1)
-    sizes = (problem.batch, problem.heads, rows_q, head_rows)
-    constants = (ROWS, config.dim, config.sequences)
-    use.before[grid](
-        *(out, strides_of(out), dout, strides_of(dout), lse, _row_strides(lse)[:2]),
-        *(dlse, (0, 0, 0) if dlse is None else _row_strides(dlse)),
-        *(lse_rows, delta_rows, dq_rows, flat_rows, sinks, terms, flag, tensors.q, strides_of(tensors.q)),
-        *(tensors.cu_seqlens_q, (*sizes, problem.dim_v, problem.dim), *constants),
+    flat = problem.packed and not config.sums_dq
+    return (
+        *new((2, shape.total)),
+        new((shape.total, config.dim)) if config.sums_dq else None,
+        *(new((2, problem.heads, shape.rows_q)) if flat else (None, None)),
+        new(shape.total // ROWS) if sinks else None,
+        torch.zeros(1, dtype=torch.int32, device=problem.device) if config.cleans else None,
     )
-    _differentiate(problem, tensors, dout, (lse_rows, delta_rows, dq_rows), grads, use)
-    if dq_rows is not None:
-        sums = (dq_rows, grads.dq, strides_of(grads.dq), flag, tensors.cu_seqlens_q)
-        use.after[grid](*sums, (*sizes, problem.dim), problem.scale, *constants)
-    elif flat_rows is not None:
-        _differentiate_queries(problem, tensors, dout, (*flat_rows, (0, rows_q)), flag, grads.dq, use)
+
+
+def prepare(
+    problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, grads: Gradients
+) -> Callable[..., None]:
+    """What writes the gradients for tensors that lie like these, of which q and k are not empty."""
+    device, sinks = problem.device, grads.dsinks is not None
+    use = plan(problem, *map(_dtype, (tensors.alibi_slopes, tensors.sinks if sinks else None, dlse)))
+    shape = Shape.of(problem, tensors)
+
+    def operands(
+        tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, grads: Gradients
+    ) -> Operands:
+        rest = (counter(device), *scratch(problem, shape, use.config, sinks))
+        return Operands(*tensors, addressable(out), lse, addressable(dout), dlse, *grads, *rest)
+
+    example = operands(tensors, out, lse, dout, dlse, grads)
+
+    def call_of(kernel: Any, programs: int, arguments: Callable[..., Arguments]) -> Call:
+        return Call(kernel, programs, lambda x: arguments(problem, use, shape, Operands(*x)), example)
+
+    calls = [call_of(*launch) for launch in _launches(problem, use, shape)]
+
+    def run(tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, grads: Gradients) -> None:
+        given = operands(tensors, out, lse, dout, dlse, grads)
+        addresses = addresses_of(given)
+        for call in calls:
+            call.start(addresses)
+        if sinks:
+            given.dsinks.copy_(given.sink_terms.view(shape.entries, problem.heads, -1).sum((0, 2)))
+
+    return run
+
+
+def _launches(problem: Problem, use: BackwardPlan, shape: Shape) -> Iterator[tuple[Any, int, Callable[..., Arguments]]]:
+    """The kernels in order: each with the number of its programs and what it is handed."""
+
+    def persistent(tiles: int) -> int:
+        return use.processors if problem.packed else min(use.processors, tiles)
+
+    yield use.before, shape.total // ROWS, _before
+    tiles = -(-problem.len_k // use.config.keys) * problem.kv_heads * problem.batch
+    yield use.kernel, persistent(tiles), _key_value
+    if use.query is None:
+        yield use.after, shape.total // ROWS, _after
     else:
-        rows = (lse_rows, delta_rows, (problem.heads * head_rows, head_rows))
-        _differentiate_queries(problem, tensors, dout, rows, flag, grads.dq, use)
-    if flag is not None:
-        mend(problem, tensors, dout, (lse_rows, delta_rows, head_rows), flag, grads, use.repairs, config)
-    if grads.dsinks is not None and terms is not None:
-        grads.dsinks.copy_(terms.view(entries, problem.heads, -1).sum((0, 2)))
+        config, kernel = use.query
+        tiles = -(-problem.len_q // (64 * config.groups)) * problem.heads * problem.batch
+        yield kernel, persistent(tiles), _query
+    if use.repairs is not None:
+        keys, queries = use.repairs
+        yield keys, PROGRAMS, _repair_keys
+        yield queries, PROGRAMS, _repair_queries
 
 
-def _differentiate(
-    problem: Problem,
-    tensors: Tensors,
-    dout: Tensor,
-    workspace: tuple[Tensor, Tensor, Tensor | None],
-    grads: Gradients,
-    use: BackwardPlan,
-) -> None:
-    """Launch the kernel of dK and dV, and of dQ where it sums it."""
-    q, k, v, config, band = tensors.q, tensors.k, tensors.v, use.config, problem.band
-    lse_rows, delta_rows, dq_rows = workspace
-    total = len(lse_rows)
-    rows_q, rows_k = (q.shape[0], k.shape[0]) if problem.packed else (problem.len_q, problem.len_k)
-    tiles = -(-problem.len_k // config.keys) * problem.kv_heads * problem.batch
-    use.kernel[(use.processors if problem.packed else min(use.processors, tiles), 1, 1)](
-        *map(describe, (q, k, v, dout)),
-        Descriptor(lse_rows, (total,), (1,)),
-        Descriptor(delta_rows, (total,), (1,)),
-        None if dq_rows is None else Descriptor(dq_rows, (total, config.dim), (config.dim, 1)),
-        describe(grads.dk),
-        describe(grads.dv),
-        *(grads.dk, (*strides_of(grads.dk)[1:], problem.dim)),
-        *(grads.dv, (*strides_of(grads.dv)[1:], problem.dim_v)),
-        *(tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.alibi_slopes, counter(problem.device)),
-        (problem.batch, rows_q, rows_k, problem.kv_heads, table.section(problem)),
-        (table.head_rows(problem, rows_q), problem.group),
-        (band.lo or 0, band.hi or 0, band.shift),
-        *(problem.scale, problem.softcap, config, *use.steps),
+def _before(problem: Problem, use: BackwardPlan, shape: Shape, x: Operands) -> Arguments:
+    return (
+        *(x.out, strides_of(x.out), x.dout, strides_of(x.dout), x.lse, _row_strides(x.lse)[:2]),
+        *(x.dlse, (0, 0, 0) if x.dlse is None else _row_strides(x.dlse)),
+        *(x.lse_rows, x.delta_rows, x.dq_rows, x.flat_lse),
+        *(None if x.sink_terms is None else x.sinks, x.sink_terms, x.flag, x.q, strides_of(x.q), x.cu_seqlens_q),
+        (problem.batch, problem.heads, shape.rows_q, shape.head_rows, problem.dim_v, problem.dim),
+        *(ROWS, use.config.dim, use.config.sequences),
     )
 
 
-def _differentiate_queries(
-    problem: Problem,
-    tensors: Tensors,
-    dout: Tensor,
-    rows: tuple[Tensor, Tensor, tuple[int, int]],
-    flag: Tensor | None,
-    dq: Tensor,
-    use: BackwardPlan,
-) -> None:
-    """Launch the kernel of dQ alone; `rows` are LSE, delta and their strides of batch and head."""
+def _key_value(problem: Problem, use: BackwardPlan, shape: Shape, x: Operands) -> Arguments:
+    """dK and dV, and dQ where the kernel sums it."""
+    config, total = use.config, (shape.total,)
+    return (
+        *map(describe, (x.q, x.k, x.v, x.dout)),
+        *(Descriptor(x.lse_rows, total, (1,)), Descriptor(x.delta_rows, total, (1,))),
+        None if x.dq_rows is None else Descriptor(x.dq_rows, (shape.total, config.dim), (config.dim, 1)),
+        *map(describe, (x.dk, x.dv)),
+        *(x.dk, (*strides_of(x.dk)[1:], problem.dim)),
+        *(x.dv, (*strides_of(x.dv)[1:], problem.dim_v)),
+        *(x.cu_seqlens_q, x.cu_seqlens_k, x.slopes, x.counter),
+        (problem.batch, shape.rows_q, shape.rows_k, problem.kv_heads, table.section(problem)),
+        (shape.head_rows, problem.group),
+        *(_band(problem), problem.scale, problem.softcap, config, *use.steps),
+    )
+
+
+def _query(problem: Problem, use: BackwardPlan, shape: Shape, x: Operands) -> Arguments:
+    """dQ alone."""
     assert use.query is not None
-    q, k, v, band = tensors.q, tensors.k, tensors.v, problem.band
-    config, kernel = use.query
-    tiles = -(-problem.len_q // (64 * config.groups)) * problem.heads * problem.batch
-    len_q, len_k = (q.shape[0], k.shape[0]) if problem.packed else (problem.len_q, problem.len_k)
-    kernel[(use.processors if problem.packed else min(use.processors, tiles), 1, 1)](
-        *map(describe, (q, dout, k, v, dq)),
-        *rows,
-        flag,
-        *(dq, (*strides_of(dq)[1:], problem.dim)),
-        *(tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.alibi_slopes, counter(problem.device)),
-        (problem.batch, len_q, len_k, problem.heads, forward_section(problem)),
-        problem.group,
-        (band.lo or 0, band.hi or 0, band.shift),
-        *(problem.scale, problem.softcap, config, *use.steps),
+    rows = x.lse_rows, x.delta_rows, (problem.heads * shape.head_rows, shape.head_rows)
+    if x.flat_lse is not None:
+        rows = x.flat_lse, x.flat_delta, (0, shape.rows_q)
+    return (
+        *map(describe, (x.q, x.dout, x.k, x.v, x.dq)),
+        *(*rows, x.flag, x.dq, (*strides_of(x.dq)[1:], problem.dim)),
+        *(x.cu_seqlens_q, x.cu_seqlens_k, x.slopes, x.counter),
+        (problem.batch, shape.rows_q, shape.rows_k, problem.heads, forward_section(problem)),
+        *(problem.group, _band(problem), problem.scale, problem.softcap, use.query[0], *use.steps),
     )
+
+
+def _after(problem: Problem, use: BackwardPlan, shape: Shape, x: Operands) -> Arguments:
+    """dQ in its dtype, out of its sums."""
+    sizes = (problem.batch, problem.heads, shape.rows_q, shape.head_rows, problem.dim)
+    config = use.config
+    return (
+        *(x.dq_rows, x.dq, strides_of(x.dq), x.flag, x.cu_seqlens_q, sizes, problem.scale),
+        *(ROWS, config.dim, config.sequences),
+    )
+
+
+def _repair_keys(problem: Problem, use: BackwardPlan, shape: Shape, x: Operands) -> Arguments:
+    return repair_arguments(problem, use.config, shape.head_rows, x, (x.dk, x.dv))
+
+
+def _repair_queries(problem: Problem, use: BackwardPlan, shape: Shape, x: Operands) -> Arguments:
+    return repair_arguments(problem, use.config, shape.head_rows, x, (x.dq,))
+
+
+def _band(problem: Problem) -> tuple[int, int, int]:
+    return problem.band.lo or 0, problem.band.hi or 0, problem.band.shift
 
 
 def addressable(x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,19 +16,10 @@ from ioattn.backends.gluon.config import Config
 from ioattn.backends.gluon.kernels import forward as kernels
 from ioattn.backends.gluon.kernels.names import GluonASTSource, gl, gluon
 from ioattn.compose import fold
+from ioattn.launching import Arguments, Call, Descriptor, addresses_of
 from ioattn.problem import DTYPES, Problem, Tensors
 
 TARGET = GPUTarget("cuda", 90, 32)
-
-
-class Descriptor(NamedTuple):
-    """What Triton's launcher reads of a host-made TMA descriptor, without its per-call checks."""
-
-    base: Tensor
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    padding: str = "zero"
-    round_f32_to_tf32: bool = False
 
 
 class Plan(NamedTuple):
@@ -138,39 +130,39 @@ def compile_forward(config: Config, dtype: torch.dtype, formula: Any, slopes: st
     return triton.compile(source, target=TARGET, options={"num_warps": 4})
 
 
-def forward(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, use: Plan | None = None) -> None:
-    """Write `out` and `lse`; the problem has no objections and no empty tensors."""
-    q, k, v, slopes, sinks = tensors.q, tensors.k, tensors.v, tensors.alibi_slopes, tensors.sinks
-    config, formula, kernel, section, grid = use or plan(problem, _dtype(slopes), _dtype(sinks))
+def prepare(
+    problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, use: Plan | None = None
+) -> Callable[[Tensors, Tensor, Tensor], None]:
+    """What writes `out` and `lse` for tensors that lie like these, of which none is empty."""
+    device, planned = problem.device, use or plan(problem, _dtype(tensors.alibi_slopes), _dtype(tensors.sinks))
+
+    def describe(x: Sequence[Any]) -> Arguments:
+        return arguments(problem, planned, Tensors(*x[:-3]), *x[-3:])
+
+    call = Call(planned.kernel, planned.grid, describe, (*tensors, out, lse, counter(device)))
+
+    def run(tensors: Tensors, out: Tensor, lse: Tensor) -> None:
+        call.start(addresses_of((*tensors, out, lse, counter(device))))
+
+    return run
+
+
+def arguments(problem: Problem, use: Plan, tensors: Tensors, out: Tensor, lse: Tensor, counter: Tensor) -> Arguments:
+    """What the kernel is handed."""
+    q, k, v = tensors[:3]
     len_q, lse_strides, out_strides, v_strides = problem.len_q, lse.stride()[:2], out.stride()[:3], v.stride()[:3]
     if problem.packed:
         len_q, lse_strides = q.shape[0], (0, lse.stride(0))
         out_strides, v_strides = (0, out.stride(1), out.stride(0)), (0, v.stride(1), v.stride(0))
     band = problem.band
-    kernel[(grid, 1, 1)](
-        describe(q),
-        describe(k),
-        describe(v),
-        describe(out),
-        out,
-        out_strides,
-        lse,
-        lse_strides,
-        v,
-        v_strides,
-        problem.dim_v,
-        tensors.cu_seqlens_q,
-        tensors.cu_seqlens_k,
-        slopes,
-        sinks,
-        counter(problem.device),
-        (problem.batch, len_q, problem.len_k, problem.heads, section),
+    return (
+        *map(describe, (q, k, v, out)),
+        *(out, out_strides, lse, lse_strides, v, v_strides, problem.dim_v),
+        *(tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.alibi_slopes, tensors.sinks, counter),
+        (problem.batch, len_q, problem.len_k, problem.heads, use.section),
         problem.group,
         (band.lo or 0, band.hi or 0, band.shift),
-        problem.scale,
-        problem.softcap or 0.0,
-        config,
-        formula,
+        *(problem.scale, problem.softcap or 0.0, use.config, use.formula),
     )
 
 

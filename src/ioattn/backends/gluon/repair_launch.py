@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from ioattn.backends.gluon.backward_config import BackwardConfig
 from ioattn.backends.gluon.kernels import repair
 from ioattn.backends.gluon.launch import TARGET, strides_of
 from ioattn.compose import fold
-from ioattn.problem import DTYPES, Gradients, Problem, Tensors
+from ioattn.launching import Arguments
+from ioattn.problem import DTYPES, Problem
 from ioattn.scores import Term
 
 TILE = 32
@@ -89,28 +91,24 @@ def compile_repair(
     return kernels[0], kernels[1]
 
 
-def mend(
-    problem: Problem,
-    tensors: Tensors,
-    dout: Tensor,
-    rows: tuple[Tensor, Tensor, int],
-    flag: Tensor,
-    grads: Gradients,
-    kernels: tuple[Any, Any],
-    config: BackwardConfig,
-) -> None:
-    """Compute again what is not finite, if the flag is up; `rows` are LSE, delta and how many of them a head has."""
-    lse_rows, delta_rows, head_rows = rows
-    inputs = [y for x in (tensors.q, tensors.k, tensors.v, dout) for y in (x, strides_of(x))]
+def repair_arguments(
+    problem: Problem, config: BackwardConfig, head_rows: int, x: Any, written: Sequence[Tensor]
+) -> Arguments:
+    """What a kernel is handed that computes again what is not finite in `written`, if the flag is up.
+
+    `x` are the backward's operands; a head has `head_rows` of LSE and delta.
+    """
     band = problem.band
-    sizes = (problem.batch, problem.len_q, problem.len_k, problem.heads, problem.kv_heads, head_rows)
-    tail = (
-        *(tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.alibi_slopes),
-        *(problem.softcap or 0.0, problem.scale, sizes, (problem.dim, problem.dim_v)),
-        (band.lo or 0, band.hi or 0, band.shift),
+    return (
+        *(x.flag, *_with_strides(x.q, x.k, x.v, x.dout), x.lse_rows, x.delta_rows, *_with_strides(*written)),
+        *(x.cu_seqlens_q, x.cu_seqlens_k, x.slopes, problem.softcap or 0.0, problem.scale),
+        (problem.batch, problem.len_q, problem.len_k, problem.heads, problem.kv_heads, head_rows),
+        *((problem.dim, problem.dim_v), (band.lo or 0, band.hi or 0, band.shift)),
         *(*_steps(problem.terms), TILE, config.dim, config.sequences),
         (config.has_lo, config.has_hi, config.bottom_right, config.has_softcap),
     )
-    for kernel, outputs in zip(kernels, ((grads.dk, grads.dv), (grads.dq,)), strict=True):
-        written = [y for x in outputs for y in (x, strides_of(x))]
-        kernel[(PROGRAMS, 1, 1)](flag, *inputs, lse_rows, delta_rows, *written, *tail)
+
+
+def _with_strides(*tensors: Tensor) -> Iterator[Any]:
+    for x in tensors:
+        yield from (x, strides_of(x))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -63,32 +64,61 @@ def objections(problem: Problem) -> list[str]:
 
 def forward(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None:
     """Write softmax(S) V to `out` and log(rowsum(exp(S))) to `lse`."""
+    prepare_forward(problem, tensors, out, lse)(tensors, out, lse)
+
+
+def prepare_forward(
+    problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor
+) -> Callable[[Tensors, Tensor, Tensor], None]:
+    """`forward`, for tensors that lie like these."""
     from ioattn.backends.triton import launch
 
-    launch.forward(problem, tensors, out, lse)
+    return launch.prepare(problem, tensors, out, lse)
 
 
 def backward(
     problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, grads: Gradients
 ) -> None:
     """Write the gradients of q, k and v, and those of bias and sinks where wanted, to `grads`."""
+    given = (tensors, out, lse, dout, dlse, grads)
+    prepare_backward(problem, *given)(*given)
+
+
+def prepare_backward(
+    problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, grads: Gradients
+) -> Callable[..., None]:
+    """`backward`, for tensors that lie like these."""
     from ioattn.backends.triton import launch
 
-    launch.backward(problem, tensors, out, lse, dout, dlse, grads)
+    return launch.prepare_gradients(problem, tensors, out, lse, dout, dlse, grads)
 
 
 def decode(problem: Problem, tensors: CacheTensors, out: Tensor, lse: Tensor) -> None:
     """Write attention over a cache to `out` and its log-sum-exp to `lse`."""
+    prepare_decode(problem, tensors, out, lse)(tensors, out, lse)
+
+
+def prepare_decode(
+    problem: Problem, tensors: CacheTensors, out: Tensor, lse: Tensor
+) -> Callable[[CacheTensors, Tensor, Tensor], None]:
+    """`decode`, for tensors that lie like these."""
     from ioattn.backends.triton import decoding
 
-    decoding.decode(problem, tensors, out, lse)
+    return decoding.prepare_attention(problem, tensors, out, lse)
 
 
 def append(problem: Problem, tensors: CacheTensors, k_new: Tensor, v_new: Tensor) -> None:
     """Write new rows behind the lengths of a cache, in place."""
+    prepare_append(problem, tensors, k_new, v_new)(tensors, k_new, v_new)
+
+
+def prepare_append(
+    problem: Problem, tensors: CacheTensors, k_new: Tensor, v_new: Tensor
+) -> Callable[[CacheTensors, Tensor, Tensor], None]:
+    """`append`, for tensors that lie like these."""
     from ioattn.backends.triton import decoding
 
-    decoding.append(problem, tensors, k_new, v_new)
+    return decoding.prepare_rows(problem, tensors, k_new, v_new)
 
 
 def _device_objections(problem: Problem) -> list[str]:

@@ -102,7 +102,8 @@ class Numbers(NamedTuple):
     """What a kernel is told at run time: a new value compiles nothing, as integers are `encoded`.
 
     `batch` counts sequences, `len_q` and `len_k` are the longest lengths, `rows_q` and `rows_k` the rows of packed
-    tensors. `tiles` is how many tiles the longest sequence has in this launch. `shift` is the band's.
+    tensors. `tiles` is how many tiles the longest sequence has in this launch, `section` of how many heads the longest
+    tiles go first together. `shift` is the band's.
     """
 
     batch: Scalar
@@ -112,6 +113,7 @@ class Numbers(NamedTuple):
     rows_q: Scalar
     rows_k: Scalar
     tiles: Scalar
+    section: Scalar
     shift: Scalar
     scale: Scalar
 
@@ -153,6 +155,8 @@ class Form(NamedTuple):
 
     It rounds the maximum, or the LSE, once more: too coarse for float32, and for a bias that moves scores by 1e30.
     """
+    EVEN: bool
+    """The number of keys is a multiple of 16, so that a bias or a mask is read by 16 bytes."""
     PRECISION: str
 
 

@@ -9,11 +9,10 @@ import triton
 from torch import Tensor
 
 from ioattn.backends.triton.config import Tiles
+from ioattn.launching import Arguments, Launch, addresses_of, by_address
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether Triton runs kernels in its interpreter, on the CPU: decided when Triton is imported."""
-
-Arguments = tuple[Any, ...]
 
 
 class Prepared:
@@ -30,19 +29,20 @@ class Prepared:
         elif self.programs:
             compiled = self.kernel[(self.programs,)](*arguments, *self.constant, **self.options)
             if not INTERPRETED:
-                self.runner = compiled[(self.programs, 1, 1)]
+                self.runner = Launch(compiled, self.programs)
 
     @property
     def options(self) -> dict[str, Any]:
         """How Triton compiles the kernel. Fused multiply-adds are wanted; Triton 3.10 turns their default around."""
-        return {"num_warps": self.tiles.num_warps, "num_stages": self.tiles.num_stages, "enable_fp_fusion": True}
+        _, _, warps, stages, *_, registers = self.tiles
+        limit = {} if registers is None else {"maxnreg": registers}
+        return {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True, **limit}
 
 
 class Call:
     """Groups of kernels; those of one group are handed the same arguments, made of the tensors by `describe`.
 
-    Triton's compiler wants tensors and names. A compiled kernel takes addresses in plain tuples, and these are made by
-    an expression that is written down once: in a tenth of the time.
+    Triton's compiler wants tensors and names; a compiled kernel takes addresses in plain tuples.
     """
 
     def __init__(
@@ -53,36 +53,15 @@ class Call:
     ) -> None:
         self.groups, self.describe = groups, describe
         self.compiled = INTERPRETED
-        self.by_address = None if INTERPRETED else _by_address(describe, tensors)
+        self.by_address = None if INTERPRETED else by_address(lambda x: tuple(describe(x)), tensors)
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> None:
         """Start the kernels of each group in order."""
         if self.by_address is not None and self.compiled:
-            given = self.by_address([None if x is None else x.data_ptr() for x in tensors])
+            given: Sequence[Arguments] = self.by_address(addresses_of(tensors))
         else:
             given = self.describe(tensors)
             self.compiled = True
         for group, arguments in zip(self.groups, given, strict=True):
             for kernel in group:
                 kernel(arguments)
-
-
-def _by_address(
-    describe: Callable[[Sequence[Any]], Sequence[Arguments]], tensors: Sequence[Tensor | None]
-) -> Callable[[Sequence[int | None]], Sequence[Arguments]] | None:
-    """What `describe` makes of tensors of this layout, as a function of their addresses; None where it makes copies."""
-    apart = [None if x is None else x.detach() for x in tensors]
-    places = {id(x): i for i, x in enumerate(apart) if x is not None}
-
-    def written(value: Any) -> str:
-        if isinstance(value, Tensor):
-            return f"at[{places[id(value)]}]"
-        return f"({''.join(written(x) + ',' for x in value)})" if isinstance(value, tuple) else repr(value)
-
-    try:
-        made: Callable[[Sequence[int | None]], Sequence[Arguments]] = eval(
-            f"lambda at: {written(tuple(describe(apart)))}"
-        )
-    except KeyError:
-        return None
-    return made

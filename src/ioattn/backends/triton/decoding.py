@@ -6,7 +6,7 @@ device reads them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,25 +24,23 @@ from ioattn.backends.triton.arguments import (
     is_wide,
     padded,
 )
-from ioattn.backends.triton.call import INTERPRETED, Arguments, Call, Prepared
+from ioattn.backends.triton.call import INTERPRETED, Call, Prepared
 from ioattn.backends.triton.config import Gpu
 from ioattn.backends.triton.kernels.decode import append_kernel, combine_kernel, decode_kernel
 from ioattn.backends.triton.launch import (
     constant_box,
     formula_of,
     gpu_of,
-    launching_on,
-    layout_of,
     limits_of,
-    remember,
 )
 from ioattn.backends.triton.splits import CacheTiles
 from ioattn.caches import CacheTensors
+from ioattn.launching import Arguments, on_device
 from ioattn.problem import Problem
 
 COMBINE_COLUMNS = 64
-COMBINE_PIECES = (8, 64)
-"""The tile of partial results that a program holds: at most 16 KiB, 32 registers of each thread of 4 warps."""
+COMBINE_PIECES = (8, 32)
+"""The tile of partial results that a program holds: at most 8 KiB, 16 registers of each thread of 4 warps."""
 
 
 MAX_EXACT_KEYS = 32
@@ -65,38 +63,39 @@ class Launch(Prepared):
         return {**super().options, **({"launch_pdl": True} if self.early else {}), **limit}
 
 
-def decode(problem: Problem, tensors: CacheTensors, out: Tensor, lse: Tensor) -> None:
-    """Write attention over the cache to `out` and its log-sum-exp to `lse`."""
-    every = (*tensors, out, lse)
+def prepare_attention(
+    problem: Problem, tensors: CacheTensors, out: Tensor, lse: Tensor
+) -> Callable[[CacheTensors, Tensor, Tensor], None]:
+    """What writes attention over the cache to `out` and its log-sum-exp to `lse`, for tensors that lie like these."""
+    number, main, combine = prepare_decode(problem, tensors, out, gpu_of(problem.device))
 
-    def prepare() -> tuple[int, Call]:
-        number, main, combine = prepare_decode(problem, tensors, out, gpu_of(problem.device))
+    def describe(x: Sequence[Any]) -> list[Arguments]:
+        inputs = inputs_of(problem, CacheTensors(*x[:-4]))
+        return decode_arguments(inputs, x[-4], x[-3], None if combine is None else (x[-2], x[-1]))
 
-        def describe(x: Sequence[Any]) -> list[Arguments]:
-            inputs = inputs_of(problem, CacheTensors(*x[:-4]))
-            return decode_arguments(inputs, x[-4], x[-3], None if combine is None else (x[-2], x[-1]))
+    groups = [[main]] if combine is None else [[main], [combine]]
+    call = Call(groups, describe, (*tensors, out, lse, *_partial_results(problem, number)))
 
-        groups = [[main]] if combine is None else [[main], [combine]]
-        return number, Call(groups, describe, (*every, *_partial_results(problem, number)))
+    def run(tensors: CacheTensors, out: Tensor, lse: Tensor) -> None:
+        call((*tensors, out, lse, *_partial_results(problem, number)))
 
-    number, call = remember(("decode", id(problem), *map(layout_of, every)), problem, prepare)
-    with launching_on(problem.device):
-        call((*every, *_partial_results(problem, number)))
+    return on_device(problem.device, run)
 
 
-def append(problem: Problem, tensors: CacheTensors, k_new: Tensor, v_new: Tensor) -> None:
-    """Write new rows behind the lengths of the cache, in place; a place that does not exist is not written."""
-    every = (*tensors, k_new, v_new)
+def prepare_rows(
+    problem: Problem, tensors: CacheTensors, k_new: Tensor, v_new: Tensor
+) -> Callable[[CacheTensors, Tensor, Tensor], None]:
+    """What writes new rows behind the lengths of the cache, in place; a place that does not exist is not written."""
 
-    def prepare() -> Call:
-        def describe(x: Sequence[Any]) -> list[Arguments]:
-            return [(inputs_of(problem, CacheTensors(*x[:-2])), Matrix.of(x[-2]), Matrix.of(x[-1]))]
+    def describe(x: Sequence[Any]) -> list[Arguments]:
+        return [(inputs_of(problem, CacheTensors(*x[:-2])), Matrix.of(x[-2]), Matrix.of(x[-1]))]
 
-        return Call([[prepare_append(problem, tensors, k_new, v_new)]], describe, every)
+    call = Call([[prepare_append(problem, tensors, k_new, v_new)]], describe, (*tensors, k_new, v_new))
 
-    call = remember(("append", id(problem), *map(layout_of, every)), problem, prepare)
-    with launching_on(problem.device):
-        call(every)
+    def run(tensors: CacheTensors, k_new: Tensor, v_new: Tensor) -> None:
+        call((*tensors, k_new, v_new))
+
+    return on_device(problem.device, run)
 
 
 def decode_arguments(
@@ -134,7 +133,7 @@ def prepare_pieces(
     form = _form(problem, tensors, tiles, split, early)
     row_tiles = splits.count(problem.group * problem.len_q, tiles.q_tile)
     numbers = _numbers(problem, tensors, number, row_tiles)
-    step = formula_of(problem.terms).step
+    step = formula_of(problem).step
     programs = problem.batch * problem.kv_heads * row_tiles * number
     main = Launch(decode_kernel, programs, (numbers, form, step), tiles, early)
     if not split:

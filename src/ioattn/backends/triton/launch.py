@@ -8,9 +8,8 @@ inspection of every argument.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import triton
@@ -32,22 +31,23 @@ from ioattn.backends.triton.arguments import (
     padded,
 )
 from ioattn.backends.triton.call import INTERPRETED as INTERPRETED  # the backend asks for it
-from ioattn.backends.triton.call import Arguments, Call, Prepared
+from ioattn.backends.triton.call import Call, Prepared
 from ioattn.backends.triton.config import Direction, Gpu, Tiles
 from ioattn.backends.triton.halves import Room
 from ioattn.backends.triton.kernels.backward import bias_kernel, delta_kernel, key_value_kernel, query_kernel
 from ioattn.backends.triton.kernels.forward import forward_kernel
 from ioattn.backends.triton.kernels.repair import repair_forward_kernel, repair_key_value_kernel, repair_query_kernel
-from ioattn.backends.triton.kernels.tiles import tanh
+from ioattn.backends.triton.kernels.tanh import tanh, tanh_of_scores
 from ioattn.compose import Formula, Function, fold
+from ioattn.launching import Arguments, on_device
 from ioattn.problem import Gradients, Problem, Tensors
 from ioattn.scores import Term
 
 FILLING_PROGRAMS = 1024
 """What keeps the multiprocessors of any GPU busy to the end."""
 
-MAX_PREPARED = 4096
-"""Prepared calls that are remembered."""
+SECTION_BYTES = 2**24
+"""A fraction of an H200's L2 cache; the last programs of a causal problem then end within 1% of each other, not 6%."""
 
 
 Group = list[Prepared]
@@ -83,53 +83,55 @@ class Steps(NamedTuple):
     bias: Group
 
 
-def forward(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> None:
-    """Write softmax(S) V to `out` and log(rowsum(exp(S))) to `lse`."""
-    every = (*tensors, out, lse)
+def prepare(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> Callable[[Tensors, Tensor, Tensor], None]:
+    """What writes softmax(S) V to `out` and log(rowsum(exp(S))) to `lse` for tensors that lie like these."""
 
-    def prepare() -> Call:
-        def describe(x: Sequence[Any]) -> list[Arguments]:
-            count = len(Tensors._fields)
-            return forward_arguments(problem, Tensors(*x[:count]), *x[count : count + 2], Room(*x[count + 2 :]))
+    def describe(x: Sequence[Any]) -> list[Arguments]:
+        count = len(Tensors._fields)
+        out, lse, *room = x[count:]
+        return forward_arguments(problem, Tensors(*x[:count]), out, lse, Room(*room))
 
-        steps = prepare_forward(problem, tensors, out, gpu_of(problem.device))
-        return Call(steps, describe, (*every, *room_of(problem, steps, tensors, None)))
+    steps = prepare_forward(problem, tensors, out, gpu_of(problem.device))
+    wanted = halves.wanted(steps)
+    call = Call(steps, describe, (*tensors, out, lse, *halves.room_for(problem, wanted, tensors, None)))
 
-    call = remember(("forward", id(problem), *map(layout_of, every)), problem, prepare)
-    with launching_on(problem.device):
-        call((*every, *room_of(problem, call.groups, tensors, None)))
+    def run(tensors: Tensors, out: Tensor, lse: Tensor) -> None:
+        call((*tensors, out, lse, *halves.room_for(problem, wanted, tensors, None)))
+
+    return on_device(problem.device, run)
 
 
-def backward(
+def prepare_gradients(
     problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, grads: Gradients
-) -> None:
-    """Write the gradients of q, k and v, and those of bias and sinks where wanted, to `grads`."""
+) -> Callable[..., None]:
+    """What writes the gradients of q, k and v, and those of bias and sinks where wanted, for tensors that lie so."""
+    gpu = gpu_of(problem.device)
     repeated_bias = grads.dbias is not None and not _repeats_nothing(problem)
-    delta, totals = torch.empty_like(lse), torch.empty_like(lse) if repeated_bias or grads.dsinks is not None else None
-    parts = _bias_parts(problem, gpu_of(problem.device)) if repeated_bias else 1
-    partial = _room_for_parts(grads.dbias, parts)
-    every = (*tensors, *grads, out, lse, dout, dlse, delta, totals, partial)
+    improved = repeated_bias or grads.dsinks is not None
+    parts = _bias_parts(problem, gpu) if repeated_bias else 1
+    steps = prepare_backward(problem, tensors, out, dout, grads, gpu)
+    wanted, counts = halves.wanted(steps), (len(tensors), len(tensors) + len(grads))
 
-    def prepare() -> tuple[Call, Call]:
-        steps = prepare_backward(problem, tensors, out, dout, grads, gpu_of(problem.device))
+    def describe(x: Sequence[Any]) -> list[Arguments]:
+        inputs, gradients, others = Tensors(*x[: counts[0]]), Gradients(*x[counts[0] : counts[1]]), x[counts[1] :]
+        return backward_arguments(problem, inputs, gradients, others[:7], Room(*others[7:]), steps)
 
-        def describe(x: Sequence[Any]) -> list[Arguments]:
-            count, last = len(Tensors._fields), len(every)
-            inputs, gradients, room = Tensors(*x[:count]), Gradients(*x[count : last - 7]), Room(*x[last:])
-            return backward_arguments(problem, inputs, gradients, x[last - 7 : last], room, steps)
+    def scratch(tensors: Tensors, lse: Tensor, dout: Tensor, grads: Gradients) -> tuple[Tensor | None, ...]:
+        totals, partial = torch.empty_like(lse) if improved else None, _room_for_parts(grads.dbias, parts)
+        return torch.empty_like(lse), totals, partial, *halves.room_for(problem, wanted, tensors, dout)
 
-        example = (*every, *room_of(problem, steps, tensors, dout))
-        before = Call(steps[:-1], lambda x: describe(x)[:-1], example)
-        return before, Call([steps.bias], lambda x: describe(x)[-1:], example)
+    example = (*tensors, *grads, out, lse, dout, dlse, *scratch(tensors, lse, dout, grads))
+    before = Call(steps[:-1], lambda x: describe(x)[:-1], example)
+    bias_gradient = Call([steps.bias], lambda x: describe(x)[-1:], example)
 
-    before, bias_gradient = remember(("backward", id(problem), *map(layout_of, every)), problem, prepare)
-    with launching_on(problem.device):
+    def run(tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, grads: Gradients) -> None:
         if grads.dbias is not None:
             # The walk over keys leaves out what the band hides.
             grads.dbias.zero_()
-        everything = (*every, *room_of(problem, before.groups, tensors, dout))
+        room = delta, totals, partial, *_ = scratch(tensors, lse, dout, grads)
+        everything = (*tensors, *grads, out, lse, dout, dlse, *room)
         before(everything)
-        if totals is None:
+        if delta is None or totals is None:
             return
         weights = _sink_weights(tensors.sinks, lse)
         _make_delta(totals, delta, dlse, weights)
@@ -141,17 +143,13 @@ def backward(
             of_rows = torch.where(weights == 0, 0, weights * totals)
             grads.dsinks.copy_(-of_rows.sum(-1 if problem.packed else (0, -1)))
 
-
-def room_of(problem: Problem, steps: Sequence[Group], tensors: Tensors, dout: Tensor | None) -> Room:
-    """Scratch tensors for these steps."""
-    return halves.room_for(problem, (*tensors[:3], dout)) if halves.wanted(steps) else Room()
+    return on_device(problem.device, run)
 
 
 def prepare_forward(problem: Problem, tensors: Tensors, out: Tensor, gpu: Gpu | None) -> ForwardSteps:
     """The kernels that overwrite `out` and the LSE."""
     wide = _is_wide(problem, tensors, (out,))
-    formula = (formula_of(problem.terms).step,)
-    split, whole = _kernels(problem, tensors, "forward", wide, gpu, formula)
+    split, whole = _kernels(problem, tensors, "forward", wide, gpu, (formula_of(problem).step,))
     return ForwardSteps(*_prepare_halves(problem, tensors, wide, 3 if split else 0), split, whole)
 
 
@@ -178,15 +176,15 @@ def _kernels(
     programs, numbers, form = _launch(problem, tensors, direction, wide, tiles)
     constant = (numbers, form, *formula)
     whole = [Prepared(main, programs * sequences, constant, tiles)]
-    if problem.band.bounded or problem.mask is not None:
+    if problem.band.bounded or problem.mask is not None or problem.bias is not None:
         # Without a pipeline, so that it needs no more shared memory than the kernel that it repairs.
         whole.append(Prepared(repair, programs * problem.batch, constant, tiles._replace(num_stages=1)))
     return split, whole
 
 
-def _prepare_halves(problem: Problem, tensors: Tensors, wide: bool, operands: int) -> list[Group]:
+def _prepare_halves(problem: Problem, tensors: Tensors, wide: bool, operands: int) -> tuple[Group, Group]:
     if not operands:
-        return [[], []]
+        return [], []
     rows = max(tensors.q.shape[0], tensors.k.shape[0]) if problem.packed else max(problem.len_q, problem.len_k)
     _, numbers, form = _launch(problem, tensors, "delta", wide, halves.TILES)
     return halves.prepare(problem, numbers, form, _count(rows, halves.TILES.q_tile), operands)
@@ -208,7 +206,7 @@ def prepare_backward(
 ) -> Steps:
     """The kernels that overwrite delta, dK and dV, dQ, and the bias's gradient."""
     wide = _is_wide(problem, tensors, (out, dout, *grads[:3]))
-    formula = (formula_of(problem.terms).step, formula_of(problem.terms).dstep)
+    formula = (formula_of(problem).step, formula_of(problem).dstep)
     tiles = config.choose(problem, "delta", gpu)
     programs, numbers, form = _launch(problem, tensors, "delta", wide, tiles)
     delta = [Prepared(delta_kernel, programs * (1 if problem.packed else problem.batch), (numbers, form), tiles)]
@@ -240,9 +238,16 @@ def backward_arguments(
     Others: out, lse, dout, dlse, delta, totals, parts of dbias.
     """
     out, lse, dout, dlse, delta, totals, partial = others
-    assert out is not None and lse is not None and dout is not None and delta is not None
+    assert out is not None
+    assert lse is not None
+    assert dout is not None
+    assert delta is not None
     packed = problem.packed
-    inputs, dout_matrix, delta_rows = _inputs(problem, tensors, room.scales), Matrix.of(dout, packed), Rows.of(delta, packed)
+    inputs, dout_matrix, delta_rows = (
+        _inputs(problem, tensors, room.scales),
+        Matrix.of(dout, packed),
+        Rows.of(delta, packed),
+    )
     dq, dk, dv = (Matrix.of(x, packed) for x in grads[:3])
     dbias = Matrix.maybe(grads.dbias)
     upstream = Upstream(dout_matrix, Rows.of(lse, packed), delta_rows)
@@ -257,6 +262,7 @@ def backward_arguments(
     before: list[Arguments] = [()] * 5
     if room.scales is not None:
         split = halves.split_operands(room, packed)
+        assert split.dout is not None
         given = (inputs._replace(q=split.q, k=split.k, v=split.v), upstream._replace(dout=split.dout))
         before = halves.arguments(inputs, dout_matrix, room, packed) + main(given, bool(steps.halves_value))
     return [
@@ -278,7 +284,7 @@ def _prepare_bias(problem: Problem, tensors: Tensors, wide: bool, gpu: Gpu | Non
     repeats = Repeats(*map(encoded, counts))
     numbers = numbers._replace(tiles=encoded(own_tiles))
     programs = _count(problem.len_k, tiles.k_tile) * own_tiles * heads * batches * counts[-1]
-    return Prepared(bias_kernel, programs, (repeats, numbers, form, formula_of(problem.terms).step, rows == 1), tiles)
+    return Prepared(bias_kernel, programs, (repeats, numbers, form, formula_of(problem).step, rows == 1), tiles)
 
 
 def _bias_parts(problem: Problem, gpu: Gpu | None) -> int:
@@ -372,9 +378,18 @@ def _numbers(problem: Problem, tensors: Tensors, heads: int, tiles: int) -> Numb
         rows_q=encoded(rows_q),
         rows_k=encoded(rows_k),
         tiles=encoded(tiles),
+        section=encoded(_section(problem)),
         shift=encoded(problem.band.shift),
         scale=problem.scale,
     )
+
+
+def _section(problem: Problem) -> int:
+    """How many heads share a section: if tiles differ in length, as many as the L2 cache holds keys and values of."""
+    if not problem.band.bounded:
+        return 1
+    head_bytes = max(1, problem.len_k) * (problem.dim + problem.dim_v) * problem.dtype.itemsize
+    return max(1, SECTION_BYTES // head_bytes)
 
 
 def _form(problem: Problem, tiles: Tiles, wide: bool) -> Form:
@@ -393,7 +408,8 @@ def _form(problem: Problem, tiles: Tiles, wide: bool) -> Form:
         GROUP=problem.group,
         BOTTOM_RIGHT=problem.align == "bottom-right",
         LATE=late,
-        FUSED=late and problem.dtype != torch.float32,
+        FUSED=problem.bias is None and problem.dtype != torch.float32,
+        EVEN=(problem.bias is not None or problem.mask is not None) and problem.len_k % 16 == 0,
         PRECISION=tiles.precision,
     )
 
@@ -411,9 +427,15 @@ def _is_wide(problem: Problem, tensors: Tensors, others: Sequence[Tensor]) -> bo
     return is_wide(*(Matrix.of(x, problem.packed) for x in (*tensors[:3], *others)))
 
 
-@lru_cache
-def formula_of(terms: tuple[Term, ...]) -> Formula:
+def formula_of(problem: Problem) -> Formula:
     """The score terms as Triton functions."""
+    # The error of a score is that of its tanh times softcap.
+    small = problem.dtype != torch.float32 and problem.softcap is not None and problem.softcap <= 100
+    return _folded(problem.terms, tanh_of_scores if small else tanh)
+
+
+@lru_cache
+def _folded(terms: tuple[Term, ...], tanh: Function) -> Formula:
     return fold(terms, {"tanh": tanh}, _compiled)
 
 
@@ -429,34 +451,6 @@ def _compiled(function: Function) -> Function:
     return cast(Function, triton.jit(function))
 
 
-T = TypeVar("T")
-
-
-class _Memory(NamedTuple):
-    problem: Problem
-    """Kept alive, so that its id names no other problem."""
-    value: Any
-
-
-_memories: dict[Any, _Memory] = {}
-
-
-def remember(key: Any, problem: Problem, make: Callable[[], T]) -> T:
-    """What `make` made for this key, which contains the id of the problem."""
-    memory = _memories.get(key)
-    if memory is None:
-        if len(_memories) >= MAX_PREPARED:
-            _memories.clear()
-        memory = _memories[key] = _Memory(problem, make())
-    value: T = memory.value
-    return value
-
-
-def layout_of(x: Tensor | None) -> Any:
-    """All that a compiled kernel takes for granted of a tensor that the problem does not say."""
-    return x if x is None else (x.stride(), x.data_ptr() & 15)
-
-
 @lru_cache
 def gpu_of(device: torch.device) -> Gpu | None:
     """What tiles are chosen for; None in the interpreter."""
@@ -465,13 +459,3 @@ def gpu_of(device: torch.device) -> Gpu | None:
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
     capability = (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
     return Gpu(capability, properties["max_shared_mem"], properties["multiprocessor_count"])
-
-
-_nothing: AbstractContextManager[None] = nullcontext()
-
-
-def launching_on(device: torch.device) -> Any:
-    """Triton launches on the current device: make it the tensors'."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return _nothing
-    return torch.cuda.device(device)

@@ -37,6 +37,9 @@ class CacheTiles(NamedTuple):
         return Tiles(*self[:5])
 
 
+APART = "tf32x3 apart"
+"""Of float32 products, see `kernels.products`."""
+
 INTERPRETER = CacheTiles(16, 32, 4, 1)
 """For Triton's interpreter: small, so that small cases cross many tiles."""
 
@@ -60,9 +63,9 @@ SMALL = {
     (2, 64): CacheTiles(16, 128, 4, 3),
     (2, 128): CacheTiles(16, 64, 4, 3),
     (2, 256): CacheTiles(16, 32, 4, 3),
-    (4, 64): CacheTiles(16, 64, 4, 3, "tf32x3"),
-    (4, 128): CacheTiles(16, 32, 4, 3, "tf32x3"),
-    (4, 256): CacheTiles(16, 16, 4, 3, "tf32x3"),
+    (4, 64): CacheTiles(16, 64, 4, 3, APART),
+    (4, 128): CacheTiles(16, 32, 4, 3, APART),
+    (4, 256): CacheTiles(16, 16, 4, 3, APART),
 }
 """By element size and width, the larger one of D and Dv padded to a power of two: 32 KiB of K and V per stage. At D 128
 on an H200 4.22 TB/s at B1 N131072 in 32 pieces, and 13.9 us at B1 N8192, where 128 keys take 15.1. In float32, whose
@@ -96,10 +99,13 @@ def choose(problem: Problem, gpu: Gpu | None) -> CacheTiles:
 def shared_bytes(problem: Problem, tiles: CacheTiles) -> int:
     """Shared memory that a decoding kernel needs: K and V per stage, Q, and weights on their way; all checked compiled.
 
-    A stage less where operands pass through registers; operands in several parts take twice the room.
+    A stage less where operands pass through registers, as they do but for tiles of 64 rows of a first operand; operands
+    in several parts take twice the room. Turned tiles keep Q as it was, too.
     """
-    size, stages = problem.dtype.itemsize, tiles.num_stages if tiles.turned else max(1, tiles.num_stages - 1)
-    rows = tiles.q_tile * (padded(problem.dim) + tiles.k_tile) * size * (2 if size == 4 else 1)
+    whole = tiles.turned or tiles.q_tile >= MAX_ROWS
+    size, stages = problem.dtype.itemsize, tiles.num_stages if whole else max(1, tiles.num_stages - 1)
+    q_columns = padded(problem.dim) * (2 if tiles.turned else 1)
+    rows = tiles.q_tile * (q_columns + tiles.k_tile) * size * (2 if size == 4 else 1)
     return stages * tiles.k_tile * (padded(problem.dim) + padded(problem.dim_v)) * size + rows
 
 

@@ -21,10 +21,14 @@ from ioattn.backends.triton.kernels.tiles import (
     distance_at,
     edge_start,
     every_tile,
+    keep,
     key_ranges,
     load_keys,
     load_queries,
+    load_seeing_queries,
     load_tile,
+    margin_at,
+    mask_at,
     operands_at,
     place,
     query_ranges,
@@ -33,7 +37,6 @@ from ioattn.backends.triton.kernels.tiles import (
     score_scale,
     sequence_of,
     store_tile,
-    visible_at,
     weights_of,
     zeros_for,
 )
@@ -130,20 +133,18 @@ def add_queries(
     row = (queries.start + tl.arange(0, form.Q.ROWS))[None, :]
     col = (keys.start + tl.arange(0, form.K.ROWS))[:, None]
     operands = operands_at(row, col, task)
+    mask = mask_at(row, col, task)
     distance = distance_at(row, col, task)
     product = multiply(keys.k, queries.q, form)
     weights = weights_of(product, distance, operands, queries.lse[None, :], task, form, step)
-    if KIND != FULL:
-        # Where a row's lse is NaN, exp has not made the hidden weights zero.
-        visible = visible_at(row, col, task)
-        weights = tl.where(visible, weights, 0.0)
+    margin = margin_at(row, col, mask, task, KIND)
+    # Where a row's lse is NaN, exp has not made the hidden weights zero.
+    weights = keep(margin, weights, 0.0)
     if dv is not None:
         dv_tile = add_product(dv_tile, weights, only_finite(queries.dout, KIND), form)
     if dk is not None:
         dweights = multiply(keys.v, queries.dout, form) * (task.scales.v * task.scales.dout)
-        dscores = weights * (dweights - queries.delta[None, :])
-        if KIND != FULL:
-            dscores = tl.where(visible, dscores, 0.0)
+        dscores = keep(margin, weights * (dweights - queries.delta[None, :]), 0.0)
         dproduct = dstep(dscores, product * score_scale(task), distance, operands)
         dk_tile = add_product(dk_tile, dproduct, only_finite(queries.q, KIND), form)
     return dk_tile, dv_tile
@@ -171,7 +172,7 @@ def query_kernel(
     q_start = tile * form.Q.ROWS
     if q_start >= seq.len_q:
         return
-    queries = load_queries(task, upstream, q_start, form, EDGE)
+    queries = load_seeing_queries(task, upstream, q_start, form)
     dq_tile = zeros_for(form.Q)
     total = tl.zeros((form.Q.ROWS,), tl.float32)
     ranges = key_ranges(q_start, task, form)
@@ -181,7 +182,9 @@ def query_kernel(
     for edge in range(ranges.edges):
         keys = load_keys(task, edge_start(edge, ranges, form.K.ROWS), form, EDGE)
         dq_tile, total = add_keys(dq_tile, total, queries, keys, task, dbias, totals, form, step, dstep, EDGE)
-    store_tile(dq_tile, numbers.scale * scales.k, dq, row_at(dq, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q)
+    store_tile(
+        dq_tile, numbers.scale * scales.k, dq, row_at(dq, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q
+    )
     if totals is not None:
         row = q_start + tl.arange(0, form.Q.ROWS)
         pointers = row_at(totals, seq.batch, head, seq.start_q + row.to(tl.int64))
@@ -206,11 +209,11 @@ def add_keys(
     row = (queries.start + tl.arange(0, form.Q.ROWS))[:, None]
     col = (keys.start + tl.arange(0, form.K.ROWS))[None, :]
     operands = operands_at(row, col, task)
+    mask = mask_at(row, col, task)
     distance = distance_at(row, col, task)
     product = multiply(queries.q, keys.k, form)
     dscores = dscores_of(product, distance, operands, queries, keys, task, form, step, KIND)
-    if KIND != FULL:
-        dscores = tl.where(visible_at(row, col, task), dscores, 0.0)
+    dscores = keep(margin_at(row, col, mask, task, KIND), dscores, 0.0)
     if dbias is not None:
         pointers = row_at(dbias, task.seq.batch, task.head, row.to(tl.int64)) + col.to(tl.int64) * dbias.column
         exists = (row < task.seq.len_q) & (col < task.seq.len_k)
@@ -266,7 +269,7 @@ def bias_kernel(
         q_start = (own_tile + at % repeated_tiles) * form.Q.ROWS
         ranges = every_tile(key_ranges(q_start, task, form), form.K.ROWS)
         if (k_start >= ranges.start) & (k_start < ranges.start + ranges.edges * form.K.ROWS):
-            queries = load_queries(task, upstream, q_start, form, EDGE)
+            queries = load_seeing_queries(task, upstream, q_start, form)
             total += dscores_at(queries, load_keys(task, k_start, form, EDGE), task, form, step)
     column = k_start + tl.arange(0, form.K.ROWS)
     batch = (part * own_batches + own_batch).to(tl.int64)
@@ -286,7 +289,8 @@ def dscores_at(queries, keys, task, form: tl.constexpr, step: tl.constexpr):
     """The gradient of the finished scores of a tile, [Q, K]."""
     row = (queries.start + tl.arange(0, form.Q.ROWS))[:, None]
     col = (keys.start + tl.arange(0, form.K.ROWS))[None, :]
-    product = multiply(queries.q, keys.k, form)
     operands = operands_at(row, col, task)
+    mask = mask_at(row, col, task)
+    product = multiply(queries.q, keys.k, form)
     dscores = dscores_of(product, distance_at(row, col, task), operands, queries, keys, task, form, step, EDGE)
-    return tl.where(visible_at(row, col, task), dscores, 0.0)
+    return keep(margin_at(row, col, mask, task, EDGE), dscores, 0.0)

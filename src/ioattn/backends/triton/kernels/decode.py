@@ -52,10 +52,6 @@ class Walk(NamedTuple):
 @triton.jit
 def decode_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.constexpr):
     """Overwrite the rows of one tile for one piece: of `out` and `lse` themselves, or of the partial results."""
-    if form.EARLY:
-        # This program may have been set up before the kernel in front of it ended; so may be the one behind it.
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     numbers = decoded(numbers)
     piece = piece_of(inputs, numbers, form)
     walk = walk_of(piece, inputs, numbers, form)
@@ -70,13 +66,17 @@ def decode_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.conste
         acc = tl.zeros((form.V.WIDTH, form.Q.ROWS), tl.float32)
     else:
         acc = tl.zeros((form.Q.ROWS, form.V.WIDTH), tl.float32)
-    page = page_at(walk.full_start, piece, inputs, numbers, form.K, form)
+    page = page_at(walk.full_start, piece, walk, inputs, numbers, form.K, form, FULL)
+    last_page = page
     for k_start in range(walk.full_start, walk.full_end, form.K.ROWS):
         row_max, row_sum, acc = attend(
             row_max, row_sum, acc, q_tile, page, k_start, walk, piece, inputs, numbers, form, step, FULL
         )
         # A tile ahead, so that nobody waits for it.
-        page = page_at(k_start + form.K.ROWS, piece, inputs, numbers, form.K, form)
+        page = page_at(k_start + form.K.ROWS, piece, walk, inputs, numbers, form.K, form, FULL)
+        last_page = tl.maximum(last_page, page)
+    if form.PAGE != 0 and form.PAGE < form.K.ROWS:
+        last_page = tl.max(last_page, 0)
     TILE: tl.constexpr = form.EDGE_K.ROWS
     edges_before = (walk.full_start - walk.start) // TILE
     edges = edges_before + (walk.end - walk.full_end + TILE - 1) // TILE
@@ -84,11 +84,18 @@ def decode_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.conste
         k_start = walk.start + edge * TILE
         if edge >= edges_before:
             k_start = walk.full_end + (edge - edges_before) * TILE
-        edge_page = page_at(k_start, piece, inputs, numbers, form.EDGE_K, form)
+        edge_page = page_at(k_start, piece, walk, inputs, numbers, form.EDGE_K, form, EDGE)
         row_max, row_sum, acc = attend(
             row_max, row_sum, acc, q_tile, edge_page, k_start, walk, piece, inputs, numbers, form, step, EDGE
         )
-    row_sum = tl.where(piece.bad, float("nan"), row_sum)
+        if form.PAGE != 0 and form.PAGE < form.EDGE_K.ROWS:
+            edge_page = tl.max(edge_page, 0)
+        last_page = tl.maximum(last_page, edge_page)
+    # Nobody takes what was made of a wrong length or of a page that does not exist for a result.
+    bad = piece.bad
+    if form.PAGE != 0:
+        bad = bad | (last_page >= numbers.pages.to(tl.uint32))
+    row_sum = tl.where(bad, float("nan"), row_sum)
     store_results(row_max, row_sum, acc, out, lse, piece, numbers, form)
 
 
@@ -109,6 +116,22 @@ def decoded(numbers):
 
 
 @device
+def after_the_kernel_before(x, form: tl.constexpr):
+    """x >= 0 as it is, when the kernel in front of this one has ended: comes before the first read of memory.
+
+    This program may have been set up before that. The wait depends on x, or the assembler would move it in front of
+    what x is computed from. The kernel behind may be set up from here on.
+    """
+    if form.EARLY:
+        x = tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ge.s32 p, $1, 0; @p griddepcontrol.wait; mov.b32 $0, $1; }",
+            "=r,r", [x], tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+        tl.extra.cuda.gdc_launch_dependents()
+    return x
+
+
+@device
 def piece_of(inputs, numbers, form: tl.constexpr):
     """What this program does. Neighbours share keys and values: first the tiles of rows, then the pieces of a head."""
     program = tl.program_id(0)
@@ -117,12 +140,12 @@ def piece_of(inputs, numbers, form: tl.constexpr):
     number = at % numbers.pieces
     at = at // numbers.pieces
     kv_head = (at % numbers.kv_heads).to(tl.int64)
-    batch = (at // numbers.kv_heads).to(tl.int64)
+    batch = after_the_kernel_before(at // numbers.kv_heads, form).to(tl.int64)
     row = first_row + tl.arange(0, form.Q.ROWS)
+    head = kv_head.to(tl.int32) * form.GROUP + row % form.GROUP
     before = tl.load(inputs.lengths + batch)
     bad = (before < 0) | (before > numbers.capacity - numbers.appended)
     len_k = tl.where(bad, 0, before + numbers.appended)
-    head = kv_head.to(tl.int32) * form.GROUP + row % form.GROUP
     return Piece(batch, kv_head, number, first_row, row // form.GROUP, head, len_k, len_k - numbers.len_q, bad)
 
 
@@ -171,25 +194,29 @@ def load_rows_of_q(piece, inputs, numbers, form: tl.constexpr):
 
 
 @device
-def page_at(k_start, piece, inputs, numbers, box: tl.constexpr, form: tl.constexpr):
+def page_at(k_start, piece, walk, inputs, numbers, box: tl.constexpr, form: tl.constexpr, KIND: tl.constexpr):
     """Where the keys from `k_start` on lie: one page, or where pages are shorter than a tile one for each key.
 
-    Without a table a sequence is a page. Past the end of the sequence: -1, a page that does not exist.
+    Without a table a sequence is a page. As the table has it, but unsigned: one that does not exist is larger than all
+    that do. Where no row sees the key: page 0.
     """
     page = piece.batch
     if form.PAGE != 0:
-        columns = inputs.table + piece.batch * numbers.columns
+        columns = inputs.table + piece.batch * numbers.columns + k_start // form.PAGE
         if form.PAGE >= box.ROWS:
-            page = tl.load(columns + k_start // form.PAGE, mask=k_start < piece.len_k, other=-1).to(tl.int64)
+            page = tl.load(columns, mask=k_start < piece.len_k, other=0).to(tl.uint32, bitcast=True)
         else:
-            key = k_start + tl.arange(0, box.ROWS)
-            page = tl.load(columns + key // form.PAGE, mask=key < piece.len_k, other=-1).to(tl.int64)
+            row = tl.arange(0, box.ROWS)
+            used = k_start + row < piece.len_k
+            if KIND != FULL and inputs.lo is not None:
+                used = used & (k_start + row >= walk.first)
+            page = tl.load(columns + row // form.PAGE, mask=used, other=0).to(tl.uint32, bitcast=True)
     return page
 
 
 @device
 def load_keys_of(
-    matrix, page, k_start, walk, piece, numbers, box: tl.constexpr, form: tl.constexpr, KIND: tl.constexpr
+    matrix, page, k_start, walk, piece, inputs, numbers, box: tl.constexpr, form: tl.constexpr, KIND: tl.constexpr
 ):
     """A tile of keys or values; what no row sees is not read and 0, a page that does not exist is read as page 0."""
     row = tl.arange(0, box.ROWS)
@@ -202,17 +229,19 @@ def load_keys_of(
         else:
             pointers = first + (row[:, None] * matrix.row + column * matrix.column)
     else:
-        page = tl.where((page >= 0) & (page < numbers.pages), page, 0)
+        page = tl.where(page < numbers.pages.to(tl.uint32), page, 0).to(tl.int64) * matrix.batch
         if form.PAGE >= box.ROWS:
-            first = head + page * matrix.batch + tl.cast(k_start % form.PAGE, tl.int64) * matrix.row
+            first = head + page + tl.cast(k_start % form.PAGE, tl.int64) * matrix.row
             pointers = first + (row[:, None] * matrix.row + column * matrix.column)
         else:
             inside = (row % form.PAGE).to(tl.int64) * matrix.row
-            pointers = (head + (page * matrix.batch + inside))[:, None] + column * matrix.column
+            pointers = ((head + inside)[:, None] + column * matrix.column) + page[:, None]
     exists = None
     other = None
     if KIND != FULL:
-        exists = ((k_start + row >= walk.first) & (k_start + row < walk.end))[:, None]
+        exists = (k_start + row < walk.end)[:, None]
+        if inputs.lo is not None:
+            exists = exists & (k_start + row >= walk.first)[:, None]
         other = 0.0
         if box.COLUMNS != box.WIDTH:
             exists = exists & (column < box.COLUMNS)
@@ -230,13 +259,13 @@ def attend(
     """The online softmax over one tile of keys."""
     K: tl.constexpr = form.K if KIND == FULL else form.EDGE_K
     V: tl.constexpr = form.V if KIND == FULL else form.EDGE_V
-    k_tile = load_keys_of(inputs.k, page, k_start, walk, piece, numbers, K, form, KIND)
-    v_tile = load_keys_of(inputs.v, page, k_start, walk, piece, numbers, V, form, KIND)
+    k_tile = load_keys_of(inputs.k, page, k_start, walk, piece, inputs, numbers, K, form, KIND)
+    v_tile = load_keys_of(inputs.v, page, k_start, walk, piece, inputs, numbers, V, form, KIND)
     token = along_rows(piece.token, form)
     col = k_start + along_keys(tl.arange(0, K.ROWS), form)
     scores = dot(k_tile, q_tile, None, form) if form.TURNED else dot(q_tile, tl.trans(k_tile), None, form)
     factor = numbers.scale * LOG2E if form.LATE else LOG2E
-    scores = finished(scores, token, col, page, piece, inputs, numbers, K, form, step)
+    scores = finished(scores, token, col, piece, inputs, numbers, form, step)
     visible = None
     if KIND != FULL:
         visible = visible_to(token, col, piece, inputs, numbers)
@@ -259,20 +288,13 @@ def attend(
 
 
 @device
-def finished(
-    scores, token, col, page, piece, inputs, numbers, box: tl.constexpr, form: tl.constexpr, step: tl.constexpr
-):
-    """The scores after all terms; NaN for the keys of a page that does not exist, which nobody takes for a result."""
+def finished(scores, token, col, piece, inputs, numbers, form: tl.constexpr, step: tl.constexpr):
+    """The scores after all terms."""
     if not form.LATE:
         distance = 0.0
         if inputs.slopes is not None:
             distance = tl.abs(token + piece.shift - col).to(tl.float32)
         scores = step(scores * numbers.scale, distance, operands_of(piece, inputs, form))
-    if form.PAGE != 0:
-        exists = (page >= 0) & (page < numbers.pages)
-        if form.PAGE < box.ROWS:
-            exists = along_keys(exists, form)
-        scores = tl.where(exists, scores, float("nan"))
     return scores
 
 
@@ -369,9 +391,6 @@ def combine_kernel(partial, partial_lse, out, lse, sinks, numbers, form: tl.cons
 
     A sink counts as one piece whose value is zero. The pieces are walked over in tiles, as keys are.
     """
-    if form.EARLY:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     numbers = decoded(numbers)
     program = tl.program_id(0)
     row = program // numbers.tiles
@@ -380,7 +399,7 @@ def combine_kernel(partial, partial_lse, out, lse, sinks, numbers, form: tl.cons
     at = row // numbers.len_q
     heads = numbers.kv_heads * form.GROUP
     head = (at % heads).to(tl.int64)
-    batch = (at // heads).to(tl.int64)
+    batch = after_the_kernel_before(at // heads, form).to(tl.int64)
     row = row.to(tl.int64) * numbers.pieces
     row_max = tl.full((), -INF, tl.float32)
     if sinks is not None:
@@ -436,6 +455,6 @@ def copy_row(source, target, batch, kv_head, row, page, key, fits, box: tl.const
     column = tl.arange(0, box.WIDTH)
     if box.WIDE:
         column = column.to(tl.int64)
-    kept = fits & (column < box.COLUMNS)
+    kept = tl.where(fits, column, box.COLUMNS) < box.COLUMNS
     fresh = tl.load(row_at(source, batch, kv_head, row.to(tl.int64)) + column * source.column, mask=kept)
     tl.store(row_at(target, page, kv_head, key.to(tl.int64)) + column * target.column, fresh, mask=kept)

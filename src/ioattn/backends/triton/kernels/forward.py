@@ -29,9 +29,12 @@ from ioattn.backends.triton.kernels.tiles import (
     device,
     distance_at,
     edge_start,
+    keep,
     key_ranges,
     load_keys,
     load_q,
+    margin_at,
+    mask_at,
     operands_at,
     or_zero,
     place,
@@ -40,7 +43,6 @@ from ioattn.backends.triton.kernels.tiles import (
     score_scale,
     sequence_of,
     store_tile,
-    visible_at,
     zeros_for,
 )
 
@@ -102,14 +104,15 @@ def attend(
     keys = load_keys(task, k_start, form, KIND)
     row = (q_start + tl.arange(0, form.Q.ROWS))[:, None]
     col = (k_start + tl.arange(0, form.K.ROWS))[None, :]
+    operands = operands_at(row, col, task)
+    mask = mask_at(row, col, task)
     scores = multiply(q_tile, keys.k, form)
     factor = LOG2E
     if form.LATE:
         factor = score_scale(task) * LOG2E
     else:
-        scores = step(scores * score_scale(task), distance_at(row, col, task), operands_at(row, col, task))
-    if KIND != FULL:
-        scores = tl.where(visible_at(row, col, task), scores, -INF)
+        scores = step(scores * score_scale(task), distance_at(row, col, task), operands)
+    scores = keep(margin_at(row, col, mask, task, KIND), scores, -INF)
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     shift = or_zero(new_max)
     if form.FUSED:

@@ -10,6 +10,9 @@ from ioattn.backends.triton.kernels.tiles import EXACT, INF, INTERPRETED, device
 
 FP16X3 = tl.constexpr("fp16x3")
 
+TF32_APART = tl.constexpr("tf32x3 apart")
+"""As "tf32x3", three products of TF32 parts, but added up apart: a third of the steps that wait for each other."""
+
 
 class Scales(NamedTuple):
     """What undoes the powers of two that halves were scaled with: see `halves.py`. 1 where there are none."""
@@ -121,9 +124,44 @@ def dot(a, b, acc, form: tl.constexpr):
             product += acc
     elif form.PRECISION == FP16X3:
         product = tl.dot(a, b, acc)
+    elif form.PRECISION == TF32_APART:
+        product = dot_of_parts(a, b, acc)
     else:
         product = tl.dot(a, b, acc, input_precision=form.PRECISION)
     return product
+
+
+@device
+def dot_of_parts(a, b, acc):
+    """a @ b, added to acc where there is one, of float32 in parts x = high + low of 11 bits; low low is left out.
+
+    `less` is -low: sums are subtracted, as the compiler makes one chain of steps of products that are added up. NaN
+    among them comes of an infinity, whose low part is inf - inf.
+    """
+    a_high = high_part(a)
+    b_high = high_part(b)
+    product = tl.dot(a_high, b_high, acc, input_precision="tf32")
+    less_a = or_no_number(tl.dot(less_part(a, a_high), b_high, input_precision="tf32"))
+    less_b = or_no_number(tl.dot(a_high, less_part(b, b_high), input_precision="tf32"))
+    return product - less_a - less_b
+
+
+@device
+def high_part(x):
+    """x without the bits that TF32 has no room for."""
+    return (x.to(tl.int32, bitcast=True) & -0x2000).to(tl.float32, bitcast=True)
+
+
+@device
+def less_part(x, high):
+    """What `high_part` left away, with the other sign, to be cut by a TF32 product: rounded to nearest."""
+    return ((high - x).to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True)
+
+
+@device
+def or_no_number(x):
+    """NaN becomes 0."""
+    return tl.where(x == x, x, 0.0)
 
 
 @device

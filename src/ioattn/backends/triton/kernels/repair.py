@@ -27,16 +27,31 @@ from ioattn.backends.triton.kernels.tiles import (
     key_ranges,
     load_keys,
     load_q,
-    load_queries,
+    load_seeing_queries,
     load_tile,
+    margin_at,
+    mask_at,
     place,
     query_ranges,
     row_at,
     sequence_of,
     store_tile,
-    visible_at,
     zeros_for,
 )
+
+
+@device
+def is_sound(matrix, first, start, n, box: tl.constexpr):
+    """Whether nothing hidden has reached a tile of results.
+
+    It would have reached every row, as 0 * NaN is NaN for all of them: one row tells. In float32 all are read: a
+    product of halves may have overflown in any.
+    """
+    if matrix.ptr.dtype.element_ty == tl.float32:
+        return is_finite(load_tile(matrix, first, start, n, box, EDGE))
+    column = tl.arange(0, box.WIDTH)
+    pointers = first + start.to(tl.int64) * matrix.row + column.to(tl.int64) * matrix.column
+    return is_finite(tl.load(pointers, mask=column < box.COLUMNS, other=0.0))
 
 
 @triton.jit
@@ -50,7 +65,7 @@ def repair_forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: t
     q_start = tile * form.Q.ROWS
     if q_start >= seq.len_q:
         return
-    if is_finite(load_tile(out, row_at(out, seq.batch, head, seq.start_q), q_start, seq.len_q, form.OUT, EDGE)):
+    if is_sound(out, row_at(out, seq.batch, head, seq.start_q), q_start, seq.len_q, form.OUT):
         return
     q_tile = load_q(task, q_start, form, EDGE)
     ranges = every_tile(key_ranges(q_start, task, form), form.K.ROWS)
@@ -70,7 +85,8 @@ def add_special_values(acc, q_start, keys, task, form: tl.constexpr):
     """Add what is infinite or NaN in one tile of V, where it is visible."""
     row = (q_start + tl.arange(0, form.Q.ROWS))[:, None]
     col = (keys.start + tl.arange(0, form.K.ROWS))[None, :]
-    return (add_special(acc[0], visible_at(row, col, task), keys.v, form, False),)
+    visible = margin_at(row, col, mask_at(row, col, task), task, EXACT) >= 0
+    return (add_special(acc[0], visible, keys.v, form, False),)
 
 
 @triton.jit
@@ -84,7 +100,12 @@ def repair_key_value_kernel(
     k_start = tile * form.K.ROWS
     if k_start >= seq.len_k:
         return
-    if is_finite_at(dk, kv_head, k_start, seq, form.K) & is_finite_at(dv, kv_head, k_start, seq, form.V):
+    sound = k_start >= 0
+    if dk is not None:
+        sound = is_sound(dk, row_at(dk, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.K)
+    if dv is not None:
+        sound = sound & is_sound(dv, row_at(dv, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.V)
+    if sound:
         return
     scales = scales_of(inputs, seq.batch, kv_head, numbers.heads, form)
     task = Task(inputs, numbers, kv_head * form.GROUP, seq, scales)
@@ -95,22 +116,12 @@ def repair_key_value_kernel(
     for head in range(kv_head * form.GROUP, (kv_head + 1) * form.GROUP):
         task = Task(inputs, numbers, head, seq, scales)
         for edge in range(ranges.edges):
-            queries = load_queries(task, upstream, edge_start(edge, ranges, form.Q.ROWS), form, EDGE)
+            queries = load_seeing_queries(task, upstream, edge_start(edge, ranges, form.Q.ROWS), form)
             dk_tile, dv_tile = add_queries(dk_tile, dv_tile, queries, keys, task, dk, dv, form, step, dstep, EXACT)
         for edge in range(ranges.edges):
-            queries = load_queries(task, upstream, edge_start(edge, ranges, form.Q.ROWS), form, EDGE)
+            queries = load_seeing_queries(task, upstream, edge_start(edge, ranges, form.Q.ROWS), form)
             dk_tile, dv_tile = add_special_queries(dk_tile, dv_tile, queries, k_start, task, dk, dv, form)
     store_keys(dk_tile, dv_tile, dk, dv, kv_head, k_start, task, form)
-
-
-@device
-def is_finite_at(matrix, kv_head, k_start, seq, box: tl.constexpr):
-    """Whether a tile in memory, if there is one, is finite."""
-    finite = k_start >= 0
-    if matrix is not None:
-        first = row_at(matrix, seq.batch, kv_head, seq.start_k)
-        finite = is_finite(load_tile(matrix, first, k_start, seq.len_k, box, EDGE))
-    return finite
 
 
 @device
@@ -118,7 +129,7 @@ def add_special_queries(dk_tile, dv_tile, queries, k_start, task, dk, dv, form: 
     """Add what is infinite or NaN in one tile of Q and of dO, where it is visible."""
     row = (queries.start + tl.arange(0, form.Q.ROWS))[None, :]
     col = (k_start + tl.arange(0, form.K.ROWS))[:, None]
-    visible = visible_at(row, col, task)
+    visible = margin_at(row, col, mask_at(row, col, task), task, EXACT) >= 0
     if dk is not None:
         dk_tile = (add_special(dk_tile[0], visible, queries.q, form, True),)
     if dv is not None:
@@ -139,9 +150,9 @@ def repair_query_kernel(
     q_start = tile * form.Q.ROWS
     if q_start >= seq.len_q:
         return
-    if is_finite(load_tile(dq, row_at(dq, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q, EDGE)):
+    if is_sound(dq, row_at(dq, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q):
         return
-    queries = load_queries(task, upstream, q_start, form, EDGE)
+    queries = load_seeing_queries(task, upstream, q_start, form)
     dq_tile = zeros_for(form.Q)
     total = tl.zeros((form.Q.ROWS,), tl.float32)
     ranges = every_tile(key_ranges(q_start, task, form), form.K.ROWS)
@@ -159,4 +170,5 @@ def add_special_keys(dq_tile, q_start, keys, task, form: tl.constexpr):
     """Add what is infinite or NaN in one tile of K, where it is visible."""
     row = (q_start + tl.arange(0, form.Q.ROWS))[:, None]
     col = (keys.start + tl.arange(0, form.K.ROWS))[None, :]
-    return (add_special(dq_tile[0], visible_at(row, col, task), keys.k, form, True),)
+    visible = margin_at(row, col, mask_at(row, col, task), task, EXACT) >= 0
+    return (add_special(dq_tile[0], visible, keys.k, form, True),)

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
 from ioattn.backends.triton.arguments import Numbers
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+PTX = tl.constexpr(not INTERPRETED.value and torch.version.hip is None)
+"""Whether NVIDIA's assembly may be used."""
 
 device = (lambda function: function) if INTERPRETED.value else triton.jit
 """Decorates what kernels call. Not in the interpreter: it patches all of `tl` for each call of a decorated function."""
@@ -98,6 +102,7 @@ def decoded(numbers):
         numbers.rows_q >> 2,
         numbers.rows_k >> 2,
         numbers.tiles >> 2,
+        numbers.section >> 2,
         numbers.shift >> 2,
         numbers.scale,
     )
@@ -105,13 +110,17 @@ def decoded(numbers):
 
 @device
 def place(numbers, LATE_ROWS_ARE_LONG: tl.constexpr):
-    """(batch, head, tile) of this program: the tiles of one head are neighbours and find its data in the L2 cache."""
+    """(batch, head, tile) of this program: the heads of a section are neighbours and share the L2 cache."""
     program = tl.program_id(0)
-    tile = program % numbers.tiles
+    heads = tl.num_programs(0) // numbers.tiles
+    start = program // (numbers.section * numbers.tiles) * numbers.section
+    section = tl.minimum(numbers.section, heads - start)
+    program -= start * numbers.tiles
+    tile = program // section
     if LATE_ROWS_ARE_LONG:
         # Late queries of a causal band see the most keys: the longest tiles go first.
         tile = numbers.tiles - 1 - tile
-    at = program // numbers.tiles
+    at = start + program % section
     return (at // numbers.heads).to(tl.int64), (at % numbers.heads).to(tl.int64), tile
 
 
@@ -131,6 +140,8 @@ def sequence_of(batch, inputs, numbers, form: tl.constexpr):
         len_q = tl.where(slack, numbers.rows_q, len_q) - start_q.to(tl.int32)
         len_k = tl.where(slack, numbers.rows_k, len_k) - start_k.to(tl.int32)
         batch = batch * 0
+    if form.EVEN:
+        len_k = len_k // 16 * 16
     shift = numbers.shift
     if form.BOTTOM_RIGHT:
         shift += len_k - len_q
@@ -148,7 +159,7 @@ def key_ranges(q_start, task, form: tl.constexpr):
     if task.inputs.hi is not None:
         hi = task.inputs.hi >> 2
     last = tl.minimum(q_start + form.Q.ROWS, seq.len_q) - 1
-    return ranges_of(lo, hi, seq.shift, q_start, last, seq.len_k, task.inputs.mask, form.K.ROWS)
+    return ranges_of(lo, hi, seq.shift, q_start, last, seq.len_k, form.K.ROWS)
 
 
 @device
@@ -162,11 +173,11 @@ def query_ranges(k_start, task, form: tl.constexpr):
     if task.inputs.lo is not None:
         hi = -(task.inputs.lo >> 2)
     last = tl.minimum(k_start + form.K.ROWS, seq.len_k) - 1
-    return ranges_of(lo, hi, -seq.shift, k_start, last, seq.len_q, task.inputs.mask, form.Q.ROWS)
+    return ranges_of(lo, hi, -seq.shift, k_start, last, seq.len_q, form.Q.ROWS)
 
 
 @device
-def ranges_of(lo, hi, shift, first, last, n, mask, TILE: tl.constexpr):
+def ranges_of(lo, hi, shift, first, last, n, TILE: tl.constexpr):
     """`Band.key_range` and `Band.full_key_range` of rows `first` to `last`, in whole tiles of TILE of the n columns."""
     start = first * 0
     full_start = first * 0
@@ -182,8 +193,6 @@ def ranges_of(lo, hi, shift, first, last, n, mask, TILE: tl.constexpr):
     end = tl.maximum(start, end)
     full_start = (full_start + TILE - 1) // TILE * TILE
     full_end = full_end // TILE * TILE
-    if mask is not None:
-        full_end = full_start
     none_full = full_end <= full_start
     full_start = tl.where(none_full, start, full_start)
     full_end = tl.where(none_full, start, full_end)
@@ -333,6 +342,20 @@ def load_queries(task, upstream, start, form: tl.constexpr, KIND: tl.constexpr):
 
 
 @device
+def load_seeing_queries(task, upstream, start, form: tl.constexpr):
+    """The same at an edge; NaN that arrives at one that saw nothing, its biases being -inf, goes no farther."""
+    queries = load_queries(task, upstream, start, form, EDGE)
+    dout = queries.dout
+    delta = queries.delta
+    if task.inputs.bias is not None:
+        sees = load_rows(upstream.lse, task, start, EDGE, form.Q.ROWS) != -float("inf")
+        if form.PRECISION != "fp16x3":  # there is no NaN in halves
+            dout = tl.where(sees[:, None], dout, tl.zeros_like(dout))
+        delta = tl.where(sees, delta, 0.0)
+    return Queries(start, queries.q, dout, queries.lse, delta)
+
+
+@device
 def load_keys(task, start, form: tl.constexpr, KIND: tl.constexpr):
     """A tile of keys and values."""
     k = task.inputs.k
@@ -345,20 +368,65 @@ def load_keys(task, start, form: tl.constexpr, KIND: tl.constexpr):
 
 
 @device
-def visible_at(row, col, task):
-    """Which scores count."""
-    inputs = task.inputs
-    mask = task.inputs.mask
-    visible = (row < task.seq.len_q) & (col < task.seq.len_k)
-    offset = col - row - task.seq.shift
-    if inputs.lo is not None:
-        visible = visible & (offset >= (inputs.lo >> 2))
-    if inputs.hi is not None:
-        visible = visible & (offset <= (inputs.hi >> 2))
+def margin_at(row, col, mask, task, KIND: tl.constexpr):
+    """Negative for scores that do not count, given what `mask_at` found; None where all of them do."""
+    margin = None
+    if KIND != FULL:
+        shift = task.seq.shift
+        last = task.seq.len_k - 1
+        if task.inputs.hi is not None:
+            last = tl.minimum(last, row + (shift + (task.inputs.hi >> 2)))
+        # A row that does not exist sees nothing: its last key is -1.
+        margin = (last | (task.seq.len_q - 1 - row >> 31)) - col
+        if task.inputs.lo is not None:
+            margin = margin | (col - (row + (shift + (task.inputs.lo >> 2))))
     if mask is not None:
-        pointers = row_at(mask, task.seq.batch, task.head, row.to(tl.int64)) + col.to(tl.int64) * mask.column
-        visible = visible & (tl.load(pointers, mask=visible, other=0) != 0)
-    return visible
+        masked = mask.to(tl.int32) - 1
+        margin = masked if margin is None else margin | masked
+    return margin
+
+
+@device
+def keep(margin, x, OTHER: tl.constexpr):
+    """x where scores count, OTHER elsewhere."""
+    if margin is not None:
+        x = tl.where(opaque(margin) >= 0, x, OTHER)
+    return x
+
+
+@device
+def opaque(x):
+    """x, of which LLVM cannot know that it is a part of a tile.
+
+    It would compare the whole tile, pack the results into words and take these apart again: 8 instructions per score
+    instead of 2.
+    """
+    if PTX:
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, False, 1)
+    return x
+
+
+@device
+def mask_at(row, col, task):
+    """The tile of the boolean mask as bytes, None where there is none."""
+    mask = task.inputs.mask
+    tile = None
+    if mask is not None:
+        tile = load_scores(mask, row, col, task)
+    return tile
+
+
+@device
+def load_scores(matrix, row, col, task):
+    """The elements of a bias or a mask that belong to these scores; what does not exist is 0.
+
+    Issued before the product that makes the scores: to hide the latency, and because the layout of what comes last is
+    the one that Triton keeps its rows' maxima in.
+    """
+    pointers = row_at(matrix, task.seq.batch, task.head, row.to(tl.int64)) + col.to(tl.int64) * matrix.column
+    if matrix.ptr.dtype.element_ty == tl.int1:
+        pointers = pointers.to(tl.pointer_type(tl.int8), bitcast=True)
+    return tl.load(pointers, mask=(row < task.seq.len_q) & (col < task.seq.len_k), other=0)
 
 
 @device
@@ -378,11 +446,8 @@ def operands_at(row, col, task):
         operands += (task.inputs.softcap,)
     if task.inputs.slopes is not None:
         operands += (tl.load(task.inputs.slopes + task.head).to(tl.float32),)
-    bias = task.inputs.bias
-    if bias is not None:
-        pointers = row_at(bias, task.seq.batch, task.head, row.to(tl.int64)) + col.to(tl.int64) * bias.column
-        exists = (row < task.seq.len_q) & (col < task.seq.len_k)
-        operands += (tl.load(pointers, mask=exists, other=0.0).to(tl.float32),)
+    if task.inputs.bias is not None:
+        operands += (load_scores(task.inputs.bias, row, col, task).to(tl.float32),)
     return operands
 
 
@@ -396,10 +461,11 @@ def score_scale(task):
 def weights_of(product, distance, operands, lse, task, form: tl.constexpr, step: tl.constexpr):
     """exp(scores - lse) of a tile whose scores start as `product`, with an `lse` that broadcasts to it."""
     scale = score_scale(task)
-    if form.FUSED:
+    if form.FUSED and form.LATE:
         weights = tl.exp2(product * (scale * LOG2E) - lse * LOG2E)
     else:
-        weights = tl.exp2((step(product * scale, distance, operands) - lse) * LOG2E)
+        scores = step(product * scale, distance, operands)
+        weights = tl.exp2(scores * LOG2E - lse * LOG2E if form.FUSED else (scores - lse) * LOG2E)
     return weights
 
 
@@ -414,13 +480,3 @@ def is_finite(x):
 def or_zero(x):
     """-inf becomes 0, so that exp(-inf - max) of a row that has seen nothing is 0 and not exp(-inf + inf)."""
     return tl.where(x == -INF, 0.0, x)
-
-
-@device
-def tanh(x):
-    """The hyperbolic tangent; near 0, where 1 - exp(-2 |x|) cancels, its series up to x^7."""
-    square = x * x
-    near = x * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0 - square * (17.0 / 315.0))))
-    power = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
-    far = (1.0 - power) / (1.0 + power)
-    return tl.where(square < 0.01, near, tl.where(x < 0, -far, far))
