@@ -2,7 +2,7 @@
 
 x = high + low, both in float16, of 11 bits each: with the sign of low, 23 bits. float16 has 5 bits of exponent, so each
 head's numbers are first multiplied by the power of two that brings the largest to between 2^14 and 2^15. What is below
-2^-17 of the largest keeps 2^-40 of that one instead of its own 23 bits.
+2^-17 of the largest keeps 2^-39 of that one instead of its own 23 bits.
 
 A head whose numbers do not fit is computed by another kernel, with other products. They fit if all are finite, and if
 in each row and in each column that is not all zeros the largest is at least 2^-16 of the head's largest.
