@@ -139,9 +139,7 @@ def prepare_gradients(
         if partial is not None and grads.dbias is not None:
             grads.dbias.copy_(partial.unflatten(0, (parts, -1)).sum(0))
         if grads.dsinks is not None:
-            # The sink is one more key whose value is zero: dsink = P_sink * (0 - delta), over batch and queries.
-            of_rows = torch.where(weights == 0, 0, weights * totals)
-            grads.dsinks.copy_(-of_rows.sum(-1 if problem.packed else (0, -1)))
+            grads.dsinks.copy_(_sink_gradients(weights, totals, problem.packed))
 
     return on_device(problem.device, run)
 
@@ -311,6 +309,11 @@ def _sink_weights(sinks: Tensor | None, lse: Tensor) -> Tensor:
     if sinks is None:
         return lse.new_zeros(())
     return torch.where(lse == -torch.inf, 0, torch.exp(sinks.float()[:, None] - lse))
+
+
+def _sink_gradients(weights: Tensor, totals: Tensor, packed: bool) -> Tensor:
+    """The sink is one more key whose value is zero: dsink = P_sink * (0 - delta), over batch and queries."""
+    return -torch.where(weights == 0, 0, weights * totals).sum(-1 if packed else (0, -1))
 
 
 def _make_delta(totals: Tensor, delta: Tensor, dlse: Tensor | None, sink_weights: Tensor) -> None:
