@@ -212,6 +212,8 @@ TILES_ARE_FOR_THIS_TRITON = triton.__version__.startswith("3.6.")
 # The fastest of those that were timed on an H200, all the same, with what they had when they were timed.
 KNOWN_SPILLS = {("bf16 D128", 90, "query_kernel"): 20, ("fp32 D64", 90, "forward_kernel"): 25}
 
+WITHOUT_PRODUCTS = ("delta_kernel", "measure_kernel", "split_kernel")
+
 
 @pytest.mark.parametrize("sm", GPUS)
 @pytest.mark.parametrize("case", CASES)
@@ -222,7 +224,7 @@ def test_causal_kernels_fit(case: str, sm: int, tmp_path: Path) -> None:
         compiled = compile_for(sm, kernel)
         machine = machine_of(compiled, tmp_path)
         assert compiled.metadata.shared <= kernel.shared_bound <= GPUS[sm], kernel
-        if kernel.name == "delta_kernel":
+        if kernel.name in WITHOUT_PRODUCTS:
             assert machine.stack <= 16, kernel  # nothing to speak of: it has no loop
             continue
         assert any(TENSOR_CORES[sm] in instruction for _, instruction in machine.code), kernel
@@ -236,7 +238,7 @@ def test_causal_kernels_fit(case: str, sm: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("sm", [80, 90])
 def test_float32_products_are_rounded_to_tf32_on_request_only(sm: int, precision: str | None, tmp_path: Path) -> None:
     for kernel in kernels(sm, torch.float32, 64, Options(precision=precision)):
-        if kernel.name.startswith(("repair", "delta")):
+        if kernel.name.startswith("repair") or kernel.name in WITHOUT_PRODUCTS:
             continue
         products = [i for _, i in machine_of(compile_for(sm, kernel), tmp_path).code if "MMA" in i.split()[0]]
         assert products, kernel

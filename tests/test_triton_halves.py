@@ -116,16 +116,22 @@ def with_row(factor: float) -> Callable[[Tensor], None]:
 
 def with_column(factor: float) -> Callable[[Tensor], None]:
     def change(x: Tensor) -> None:
-        x[0, 1, :, 3] *= factor / x[0, 1, :, 3].abs().amax() * x[0, 1].abs().amax()
+        x = of_one_key_head(x)
+        x[..., 3] *= factor / x[..., 3].abs().amax() * x.abs().amax()
 
     return change
 
 
 def all_times(factor: float) -> Callable[[Tensor], None]:
     def change(x: Tensor) -> None:
-        x[0, 1 - x.shape[1] // 4 : 2] *= factor  # both query heads, or the second of K or V
+        of_one_key_head(x).mul_(factor)
 
     return change
+
+
+def of_one_key_head(x: Tensor) -> Tensor:
+    """Both heads of queries, or one of K or V: what is measured together."""
+    return x[0, (0 if x.shape[1] == 4 else 1) : 2]
 
 
 CHANGES: dict[str, tuple[Callable[[Tensor], None], bool]] = {

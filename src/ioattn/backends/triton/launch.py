@@ -227,7 +227,7 @@ def backward_arguments(
     problem: Problem,
     tensors: Tensors,
     grads: Gradients,
-    others: Sequence[Tensor | None],
+    others: Sequence[Any],
     room: Room,
     steps: Steps,
 ) -> list[Arguments]:
@@ -236,10 +236,6 @@ def backward_arguments(
     Others: out, lse, dout, dlse, delta, totals, parts of dbias.
     """
     out, lse, dout, dlse, delta, totals, partial = others
-    assert out is not None
-    assert lse is not None
-    assert dout is not None
-    assert delta is not None
     packed = problem.packed
     inputs, dout_matrix, delta_rows = (
         _inputs(problem, tensors, room.scales),
