@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 from ioattn.backends.gluon import config as table
 from ioattn.backends.gluon.config import Config
 from ioattn.backends.gluon.kernels import forward as kernels
+from ioattn.backends.gluon.kernels.approximate import tanh
 from ioattn.backends.gluon.kernels.names import GluonASTSource, gl, gluon
 from ioattn.compose import fold
 from ioattn.launching import Arguments, Call, Descriptor, addresses_of
@@ -80,12 +81,6 @@ def _jit(function: Any) -> Any:
         function.__qualname__ = f"{function.__name__}_{scope['slot']}"
         scope["slot"] = gl.constexpr(scope["slot"])
     return gluon.jit(function)
-
-
-@gluon.jit
-def tanh(x):  # type: ignore[no-untyped-def]
-    """Hyperbolic tangent, exact to about 1e-7; infinities give 1 and -1."""
-    return 1.0 - 2.0 / (1.0 + gl.exp2(x * 2.8853900817779268))
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,5 +1,6 @@
 """The end of a tile: divide by the row sums, look for NaN that masked keys have brought in, store."""
 
+from ioattn.backends.gluon.kernels.approximate import log2, reciprocal
 from ioattn.backends.gluon.kernels.call import INF, LN2
 from ioattn.backends.gluon.kernels.names import fence_async_shared, gl, gluon, store_tile, tma
 from ioattn.backends.gluon.kernels.tiles import GROUP_ROWS
@@ -13,13 +14,13 @@ def finish(call, post, state, row, GROUP: gl.constexpr):
     layouts: gl.constexpr = call.layouts
     memory = call.memory
     is_empty = state.row_sum == 0.0
-    inverse = gl.where(is_empty, 0.0, 1.0 / state.row_sum)
+    inverse = gl.where(is_empty, 0.0, reciprocal(state.row_sum))
+    # An empty row has summed zeros: the result is 0, or NaN of hidden keys, and the tile is done again without them.
     out = state.acc * gl.convert_layout(inverse, layouts.acc_row)[:, None]
-    out = gl.where(gl.convert_layout(is_empty, layouts.acc_row)[:, None], 0.0, out)
     if config.cleans:
-        call.board.report(post, GROUP, gl.sum(out * 0.0, 1))
+        call.board.report(post, GROUP, gl.sum(out, 1) * 0.0)
     store_out(call, tile, out, row, GROUP)
-    lse = gl.where(is_empty, -INF, (state.row_max + gl.log2(state.row_sum)) * LN2)
+    lse = gl.where(is_empty, -INF, (state.row_max + log2(state.row_sum)) * LN2)
     rows = row + gl.arange(0, GROUP_ROWS, layouts.row)
     at = tile.batch * memory.lse_batch + tile.head * memory.lse_head + tile.q_offset
     gl.store(memory.lse + at + rows, lse, mask=rows < tile.len_q)
