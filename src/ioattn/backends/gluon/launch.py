@@ -98,7 +98,7 @@ def compile_forward(config: Config, dtype: torch.dtype, formula: Any, slopes: st
         "q_desc": tile(table.GROUP_ROWS, config.dim),
         "k_desc": tile(config.keys, config.dim),
         "v_desc": tile(config.keys, config.dim_v),
-        "out_desc": tile(table.GROUP_ROWS, config.dim_v),
+        "out_desc": tile(table.GROUP_ROWS, config.dim_v // config.out_parts),
         "out": f"*{name}",
         "out_strides": ("i64",) * 3,
         "lse": "*fp32",
