@@ -238,7 +238,7 @@ def describe(tensors: Tensors, options: Options) -> Problem:
 
 def _run_forward(tensors: Tensors, options: Options, backend: str | None) -> tuple[Tensor, Tensor]:
     plan = _plan_for(tensors, options, backend)
-    out, lse = (layout.empty() for layout in plan.results)
+    out, lse = plan.results[0].empty(), plan.results[1].empty()
     plan.run(tensors, out, lse)
     return out, lse
 
@@ -256,7 +256,7 @@ def _run_backward(
     # Backends index lse as the forward wrote it; vmap hands it over as a view with stride 0.
     lse = lse.contiguous()
     plan = _backward_plan_for(tensors, (out, lse, dout, dlse), wants, options, backend)
-    grads = Gradients(*[None if layout is None else layout.empty() for layout in plan.results])  # type: ignore[arg-type]
+    grads = Gradients._make([None if layout is None else layout.empty() for layout in plan.results])
     plan.run(tensors, out, lse, dout, dlse, grads)
     return grads
 
@@ -399,8 +399,8 @@ def _differentiate(
         dout = torch.zeros_like(out)
     given = (*tensors, out, lse, dout, dlse)
     if torch.is_grad_enabled():
-        differentiable: Sequence[Tensor] = _AttentionBackward.apply(*given, *wants, *options, backend)  # type: ignore[no-untyped-call]
-        return differentiable
+        apply: Callable[..., Sequence[Tensor]] = _AttentionBackward.apply
+        return apply(*given, *wants, *options, backend)
     if is_plain(given):
         return _run_backward(tensors, (out, lse, dout, dlse), wants, options, backend)
     grads: Sequence[Tensor] = _backward_op(*given, *wants, *options, backend)

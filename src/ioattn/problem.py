@@ -51,15 +51,19 @@ class Tensors(NamedTuple):
         if not (is_strided(q) and is_strided(k) and is_strided(v)):
             for name, x in (("q", q), ("k", k), ("v", v)):
                 check_tensor(name, x, "a torch.Tensor")
-        for name, extra in extras.items():
-            if extra is None:
-                continue
+        given = {name: extra for name, extra in extras.items() if extra is not None}
+        if not given:
+            return cls._make((q, k, v, *_NO_EXTRAS))
+        for name, extra in given.items():
             check_tensor(name, extra, "a torch.Tensor or None")
             if name in ("bias", "mask"):
                 if not 1 <= extra.dim() <= 4:
                     raise ValueError(f"{name} has {extra.dim()} dimensions; it must broadcast to (B, H, Nq, Nk)")
-                extras[name] = extra[(None,) * (4 - extra.dim())]
-        return cls(q, k, v, **extras)
+                given[name] = extra[(None,) * (4 - extra.dim())]
+        return cls(q, k, v, **given)
+
+
+_NO_EXTRAS = (None,) * (len(Tensors._fields) - 3)
 
 
 class Gradients(NamedTuple):
