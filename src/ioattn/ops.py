@@ -83,8 +83,13 @@ def is_plain(tensors: Iterable[Tensor | None]) -> bool:
         or torch._C._get_tracing_state() is not None
     ):
         return False
-    for x in tensors:  # noqa: SIM110
-        if x is not None and (type(x) not in (Tensor, Parameter) or x.is_neg() or x.is_meta):
+    for x in tensors:
+        if x is None:
+            continue
+        if type(x) not in (Tensor, Parameter) or x.is_neg() or x.is_meta or x._is_zerotensor():
+            return False
+        if not torch._C._has_storage(x):
+            # Batched, as `is_grads_batched` hands it to a backward: no transform shows.
             return False
     return True
 
@@ -114,7 +119,11 @@ def _autocast(tensors: Tensors) -> Tensors:
 
 
 def _is_autocast_enabled(device: str) -> bool:
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    """Whether autocast is on for a type of device; torch 2.11 does not trace `torch.amp.is_autocast_available`.
+
+    Without it a type that has no autocast (meta) must not be asked about.
+    """
+    return torch._C._is_any_autocast_enabled() and device != "meta" and torch.is_autocast_enabled(device)
 
 
 class Layout(NamedTuple):
