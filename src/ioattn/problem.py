@@ -48,8 +48,9 @@ class Tensors(NamedTuple):
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, **extras: Tensor | None) -> Tensors:
         """The inputs with bias and mask seen as 4-D; raises TypeError for what is no tensor."""
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            check_tensor(name, x, "a torch.Tensor")
+        if not (is_strided(q) and is_strided(k) and is_strided(v)):
+            for name, x in (("q", q), ("k", k), ("v", v)):
+                check_tensor(name, x, "a torch.Tensor")
         for name, extra in extras.items():
             if extra is None:
                 continue
@@ -347,10 +348,13 @@ def _longest(given: int | None, offsets: Tensor) -> int:
     return int(offsets.diff().max()) if offsets.shape[0] > 1 else 0
 
 
+def is_strided(value: Any) -> bool:
+    """Whether it is a plain tensor with strides."""
+    return type(value) is Tensor and value.layout is torch.strided and not value.is_nested
+
+
 def check_tensor(name: str, value: Any, kind: str) -> None:
     """Raise TypeError unless `value` is a strided tensor."""
-    if type(value) is Tensor and value.layout is torch.strided and not value.is_nested:
-        return
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}; it must be {kind}")
     if value.layout is not torch.strided or value.is_nested:
