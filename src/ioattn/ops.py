@@ -87,8 +87,13 @@ def is_plain(tensors: Iterable[Tensor | None]) -> bool:
         or torch._C._get_tracing_state() is not None
     ):
         return False
-    for x in tensors:  # noqa: SIM110
-        if x is not None and (type(x) not in (Tensor, Parameter) or x.is_neg() or x.is_meta):
+    for x in tensors:
+        if x is None:
+            continue
+        if type(x) not in (Tensor, Parameter) or x.is_neg() or x.is_meta or x._is_zerotensor():
+            return False
+        if not torch._C._has_storage(x):
+            # Batched, as `is_grads_batched` hands it to a backward: no transform shows.
             return False
     return True
 
