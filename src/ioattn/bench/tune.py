@@ -45,7 +45,7 @@ class Trial(NamedTuple):
     tiles: Tiles
 
     def __str__(self) -> str:
-        q_tile, k_tile, warps, stages, precision, apart = self.tiles
+        q_tile, k_tile, warps, stages, precision, apart, _ = self.tiles
         name = f"{self.direction} {self.dtype} D{self.dim} {'causal' if self.causal else 'full'}"
         return f"{name} {q_tile}x{k_tile} w{warps} s{stages} {precision}{' apart' if apart else ''}"
 

@@ -137,7 +137,9 @@ def prepare(
     call = Call(planned.kernel, planned.grid, describe, (*tensors, out, lse, counter(device)))
 
     def run(tensors: Tensors, out: Tensor, lse: Tensor) -> None:
-        call.start(addresses_of((*tensors, out, lse, counter(device))))
+        # A captured graph's counter is this call's alone, and must live until the kernel has started.
+        given = (*tensors, out, lse, counter(device))
+        call.start(addresses_of(given))
 
     return run
 

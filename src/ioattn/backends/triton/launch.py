@@ -284,7 +284,7 @@ def _wants_tops(groups: Sequence[Sequence[Prepared]]) -> bool:
 def _room_for_tops(problem: Problem, groups: Sequence[Sequence[Prepared]]) -> Tensor | None:
     if not _wants_tops(groups):
         return None
-    return torch.empty((5, problem.batch, problem.kv_heads), device=problem.device)
+    return torch.empty((5, problem.batch, problem.kv_heads), dtype=torch.float32, device=problem.device)
 
 
 def tops_of(
