@@ -89,6 +89,8 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch, "empty_strided"),
         (torch.Tensor, "new_empty"),
         (torch.Tensor, "new_empty_strided"),
+        (torch._C._dynamo.guards, "_empty_strided_cpu"),
+        (torch._C._dynamo.guards, "_empty_strided_cuda"),
     ):
         monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
 

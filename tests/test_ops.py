@@ -278,3 +278,33 @@ def test_results_do_not_depend_on_the_number_of_threads(backend: Target) -> None
         torch.set_num_threads(threads)
     for name in first:
         assert torch.allclose(first[name], again[name], atol=1e-5), name
+
+
+def test_a_gradient_of_zeros_that_torch_does_not_store(backend: Target) -> None:
+    q, k, v = (normal(1, 2, 9, 8, like=backend, seed=seed).requires_grad_() for seed in range(3))
+    out = ioattn.attention(q, k, v, backend=backend.name)
+    zeros = torch._efficientzerotensor(out.shape, dtype=out.dtype, device=out.device)
+    for gradient in torch.autograd.grad(out, (q, k, v), zeros):
+        assert torch.equal(gradient, torch.zeros_like(q))
+    assert torch.equal(ioattn.attention(q, k, zeros, backend=backend.name), torch.zeros_like(q))
+
+
+def test_defaults_of_torch_change_no_buffer(backend: Target) -> None:
+    # Long enough for a CPU to sum dQ in several parts, in a buffer of its own.
+    length = 2100 if backend.name == "cpu" else 70
+    inputs = [normal(1, 1, length, 16, like=backend, seed=seed).requires_grad_() for seed in range(3)]
+
+    def step() -> tuple[Tensor, ...]:
+        out = ioattn.attention(*inputs, causal=True, backend=backend.name)
+        return out, *torch.autograd.grad(out.square().sum(), inputs)
+
+    expected = step()
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            found = step()
+    finally:
+        torch.set_default_dtype(default)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one, other, atol=1e-5)

@@ -59,6 +59,16 @@ def test_reverse_mode_jacobian(backend: Target) -> None:
     assert torch.allclose(jacrev(row)(q), expected, atol=1e-5)
 
 
+def test_gradients_of_a_batch_of_results(backend: Target) -> None:
+    inputs = [x.requires_grad_() for x in operands(backend)]
+    out = ioattn.attention(*inputs, causal=True, backend=backend.name)
+    douts = normal(3, *out.shape, like=backend, seed=3)
+    batched = torch.autograd.grad(out, inputs, douts, is_grads_batched=True, retain_graph=True)
+    each = zip(*[torch.autograd.grad(out, inputs, dout, retain_graph=True) for dout in douts], strict=True)
+    for found, expected in zip(batched, map(torch.stack, each), strict=True):
+        assert torch.allclose(found, expected, atol=1e-5)
+
+
 def test_slopes_get_no_silent_zeros_under_vmap(backend: Target) -> None:
     q, k, v = operands(backend)
     slopes = torch.ones(3, 2, device=backend.device)

@@ -210,7 +210,12 @@ MAX_SPILLS = 16
 # Tiles were chosen with 3.6. With 3.9 dK and dV in float32 at D 64 spill 37 times; nothing was timed with it.
 TILES_ARE_FOR_THIS_TRITON = triton.__version__.startswith("3.6.")
 # The fastest of those that were timed on an H200, all the same, with what they had when they were timed.
-KNOWN_SPILLS = {("bf16 D128", 90, "query_kernel"): 20, ("fp32 D64", 90, "forward_kernel"): 25}
+KNOWN_SPILLS = {
+    ("bf16 D128", 90, "query_kernel"): 20,
+    ("fp32 D64", 90, "forward_kernel"): 25,
+    # With bf16x6, for what does not fit in halves; 19 before those came.
+    ("fp32 D64", 90, "key_value_kernel"): 17,
+}
 
 WITHOUT_PRODUCTS = ("delta_kernel", "measure_kernel", "split_kernel")
 

@@ -283,7 +283,7 @@ def explain(
 
 def _refuse_gradients(tensors: CacheTensors, *new_rows: Tensor | None) -> None:
     """Decoding is inference: a gradient that would be wrong, or silently missing, is an error."""
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*tensors, *new_rows)):
+    if ops.requires_grad((*tensors, *new_rows)):
         raise ValueError("an input requires a gradient; attention_decode has none: detach it, or use torch.no_grad()")
 
 

@@ -71,7 +71,7 @@ def _plan_for(
 def _run_decode(tensors: CacheTensors, options: DecodeOptions, backend: str | None) -> tuple[Tensor, Tensor]:
     plan = _plan_for(tensors, options, backend)
     _check_values(tensors, options.appended, options.checked)
-    out, lse = (layout.empty() for layout in plan.results)
+    out, lse = plan.results[0].empty(), plan.results[1].empty()
     plan.run(tensors, out, lse)
     return out, lse
 

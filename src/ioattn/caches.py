@@ -7,6 +7,7 @@ sequence each, so that one set of formulas serves both: key `j` of sequence `b` 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -99,6 +100,24 @@ class DecodeOptions(NamedTuple):
 
         A tree says itself what is causal.
         """
+        if window is None and not torch.compiler.is_compiling():
+            try:
+                return _usual_options(causal, scale, softcap, num_splits, check, tree)
+            except TypeError:
+                pass  # of a wrong type or without a hash; below it is said which
+        return cls._checked(causal, window, scale, softcap, num_splits, check, tree)
+
+    @classmethod
+    def _checked(
+        cls,
+        causal: bool,
+        window: tuple[int | None, int | None] | None,
+        scale: float | None,
+        softcap: float | None,
+        num_splits: int,
+        check: bool,
+        tree: bool,
+    ) -> DecodeOptions:
         for name, flag in (("causal", causal), ("check", check)):
             if not isinstance(flag, bool):
                 raise TypeError(f"{name} is {flag!r}; it must be True or False")
@@ -108,6 +127,13 @@ class DecodeOptions(NamedTuple):
         if not 0 <= num_splits <= MAX_SPLITS:
             raise ValueError(f"num_splits is {num_splits}; it must be from 0 (to choose) to {MAX_SPLITS}")
         return cls(band.lo, band.hi, scale, softcap, 0, num_splits, check)
+
+
+@lru_cache(maxsize=1024, typed=True)
+def _usual_options(
+    causal: bool, scale: float | None, softcap: float | None, num_splits: int, check: bool, tree: bool
+) -> DecodeOptions:
+    return DecodeOptions._checked(causal, None, scale, softcap, num_splits, check, tree)
 
 
 def describe(tensors: CacheTensors, options: DecodeOptions) -> Problem:

@@ -8,7 +8,9 @@ addresses of tensors, and later calls evaluate it. This is the one file that kno
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -26,6 +28,9 @@ Arguments = tuple[Any, ...]
 
 MAX_MAPS = 1024
 """Addresses of one operand whose tensor maps are remembered, 256 bytes each."""
+
+MAX_KERNELS = 2048
+"""Loaded kernels that are remembered."""
 
 
 class Launch:
@@ -105,7 +110,8 @@ class Call:
         if written is None:
             raise ValueError(f"{kernel.name} is handed a tensor that is none of its call's")
         self.arguments = written
-        self.launch = Launch(_with_tensor_maps(kernel), programs)
+        device = triton.runtime.driver.active.get_current_device()
+        self.launch = Launch(_with_tensor_maps(kernel, device), programs)
 
     def start(self, addresses: Sequence[int | None]) -> None:
         """Start the kernel on tensors that lie like those that it was made for."""
@@ -139,16 +145,18 @@ def by_address(
         return f"({''.join(written(x) + ',' for x in value)})" if isinstance(value, tuple) else repr(value)
 
     try:
-        made: Callable[[Sequence[int | None]], Arguments] = eval(f"lambda at: {written(describe(apart))}", scope)
+        text = f"lambda at: {written(describe(apart))}"
     except KeyError:
         return None
+    made: Callable[[Sequence[int | None]], Arguments] = eval(text, {"inf": math.inf, "nan": math.nan, **scope})
     return made
 
 
-def _with_tensor_maps(kernel: Any) -> Any:
+@lru_cache(maxsize=MAX_KERNELS)
+def _with_tensor_maps(kernel: Any, device: int) -> Any:
     """A compiled kernel whose launcher takes no constants, and tensor maps instead of descriptors to make them of.
 
-    It is another one for each call, as Triton loads a kernel on one device only.
+    There is one for each device, as Triton loads a kernel on one only; Triton 3.6 never unloads it.
     """
     signature: dict[str, Any] = {}
     for name, kind in kernel.src.signature.items():
@@ -158,6 +166,7 @@ def _with_tensor_maps(kernel: Any) -> Any:
         elif kind != "constexpr":
             signature[name] = kind
     other = copy.copy(kernel)
+    other.module = other.function = other._run = None
     other.src = SimpleNamespace(signature=signature, constants={}, fn=kernel.src.fn)
     other.metadata = kernel.metadata._replace(tensordesc_meta=None)
     return other

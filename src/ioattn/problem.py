@@ -48,17 +48,22 @@ class Tensors(NamedTuple):
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, **extras: Tensor | None) -> Tensors:
         """The inputs with bias and mask seen as 4-D; raises TypeError for what is no tensor."""
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            check_tensor(name, x, "a torch.Tensor")
-        for name, extra in extras.items():
-            if extra is None:
-                continue
+        if not (is_strided(q) and is_strided(k) and is_strided(v)):
+            for name, x in (("q", q), ("k", k), ("v", v)):
+                check_tensor(name, x, "a torch.Tensor")
+        given = {name: extra for name, extra in extras.items() if extra is not None}
+        if not given:
+            return cls._make((q, k, v, *_NO_EXTRAS))
+        for name, extra in given.items():
             check_tensor(name, extra, "a torch.Tensor or None")
             if name in ("bias", "mask"):
                 if not 1 <= extra.dim() <= 4:
                     raise ValueError(f"{name} has {extra.dim()} dimensions; it must broadcast to (B, H, Nq, Nk)")
-                extras[name] = extra[(None,) * (4 - extra.dim())]
-        return cls(q, k, v, **extras)
+                given[name] = extra[(None,) * (4 - extra.dim())]
+        return cls(q, k, v, **given)
+
+
+_NO_EXTRAS = (None,) * (len(Tensors._fields) - 3)
 
 
 class Gradients(NamedTuple):
@@ -347,10 +352,13 @@ def _longest(given: int | None, offsets: Tensor) -> int:
     return int(offsets.diff().max()) if offsets.shape[0] > 1 else 0
 
 
+def is_strided(value: Any) -> bool:
+    """Whether it is a plain tensor with strides."""
+    return type(value) is Tensor and value.layout is torch.strided and not value.is_nested
+
+
 def check_tensor(name: str, value: Any, kind: str) -> None:
     """Raise TypeError unless `value` is a strided tensor."""
-    if type(value) is Tensor and value.layout is torch.strided and not value.is_nested:
-        return
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} is a {type(value).__name__}; it must be {kind}")
     if value.layout is not torch.strided or value.is_nested:

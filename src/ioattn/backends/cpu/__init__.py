@@ -98,7 +98,8 @@ def prepare_backward(
     def arrays(
         tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, grads: Gradients
     ) -> tuple[dict[str, Tensor], Tensor | None, Tensor | None]:
-        dbias, partial = _zeroed(grads.dbias), torch.zeros(shape) if plan.chunks > 1 else None
+        dbias = _zeroed(grads.dbias)
+        partial = torch.zeros(shape, dtype=torch.float32, device="cpu") if plan.chunks > 1 else None
         found = {"out": out, "lse": lse, "dout": dout, "dq": grads.dq, "dk": grads.dk, "dv": grads.dv}
         found |= {name: x for name, x in (("dbias", dbias), ("partial", partial)) if x is not None}
         return found | _inputs(tensors), dbias, partial

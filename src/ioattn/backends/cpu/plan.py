@@ -95,7 +95,7 @@ class Plan:
             if dlse is not None:
                 block[dlse_slot] = dlse.data_ptr()
             threads = min(torch.get_num_threads(), self.tasks)
-            workspace = torch.empty(self.partial + threads * self.scratch, dtype=torch.uint8)
+            workspace = torch.empty(self.partial + threads * self.scratch, dtype=torch.uint8, device="cpu")
             place = workspace.data_ptr()
             if self.counters:
                 workspace[: self.counters] = 0

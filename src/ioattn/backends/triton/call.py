@@ -61,7 +61,8 @@ class Call:
             given: Sequence[Arguments] = self.by_address(addresses_of(tensors))
         else:
             given = self.describe(tensors)
-            self.compiled = True
         for group, arguments in zip(self.groups, given, strict=True):
             for kernel in group:
                 kernel(arguments)
+        # Not before: a kernel that another thread has yet to compile needs tensors.
+        self.compiled = True

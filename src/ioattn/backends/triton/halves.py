@@ -48,7 +48,7 @@ def room_for(problem: Problem, wanted: bool, tensors: Tensors, dout: Tensor | No
     heads = (1 if problem.packed else problem.batch, problem.kv_heads, 4)
     maxima = torch.zeros((*heads, MAXIMA.value), dtype=torch.int32, device=problem.device)
     halves = (None if x is None else _halves_of(x) for x in (*tensors[:3], dout))
-    return Room(maxima, torch.empty(heads, device=problem.device), *halves)
+    return Room(maxima, torch.empty(heads, dtype=torch.float32, device=problem.device), *halves)
 
 
 def _halves_of(x: Tensor) -> Tensor:
