@@ -37,9 +37,6 @@ class CacheTiles(NamedTuple):
         return Tiles(*self[:5])
 
 
-APART = "tf32x3 apart"
-"""Of float32 products, see `kernels.products`."""
-
 INTERPRETER = CacheTiles(16, 32, 4, 1)
 """For Triton's interpreter: small, so that small cases cross many tiles."""
 
@@ -59,11 +56,6 @@ stage more 4.27, with 64 keys and 6 stages 4.21."""
 SEVERAL = LARGE._replace(turned=True)
 """8 tokens at B16 N8192: 3.97 TB/s, not turned 0.98 of that, with 64 keys 0.92."""
 
-SHORT = CacheTiles(16, 64, 4, 4, beside=1)
-"""Few heads and at most 8 tiles of keys for each processor: B1 N8192 takes 13.2 us in 16 pieces, 13.7 in 32 with 3
-stages, as half of the pieces start, end and are merged. At N131072, 124 tiles each, two programs per processor read
-more: 4.23 TB/s, 4.15 by one of 128 keys."""
-
 SHORT_PAGES = CacheTiles(16, 128, 8, 4, beside=1)
 """One head for each processor, in pages shorter than a tile: B16 N8192 in pages of 16 at 4.07 TB/s, 3.80 with 64 keys
 in 2 pieces, 3.24 with 64 keys in one: 4 warps make the addresses of a tile too slowly."""
@@ -76,13 +68,13 @@ SMALL = {
     (2, 64): CacheTiles(16, 128, 4, 3),
     (2, 128): CacheTiles(16, 64, 4, 3),
     (2, 256): CacheTiles(16, 32, 4, 3),
-    (4, 64): CacheTiles(16, 64, 4, 3, APART),
-    (4, 128): CacheTiles(16, 32, 4, 3, APART),
-    (4, 256): CacheTiles(16, 16, 4, 3, APART),
+    (4, 64): CacheTiles(16, 64, 4, 3, "tf32x3"),
+    (4, 128): CacheTiles(16, 32, 4, 3, "tf32x3"),
+    (4, 256): CacheTiles(16, 16, 4, 3, "tf32x3"),
 }
 """By element size and width, the larger one of D and Dv padded to a power of two: 32 KiB of K and V per stage. At D 128
-on an H200 4.23 TB/s at B1 N131072 in 32 pieces. In float32 3.84 TB/s at B16 N8192, measured with sums of products
-that went on in tensor cores, see `products.dot_of_parts`; 3.34 with the compiler's "tf32x3"."""
+on an H200 4.17 TB/s at B1 N131072 in 32 pieces. In float32 3.32 TB/s at B16 N8192; the three products of TF32 side by
+side, each from zero as float32 needs it, 3.32, and where they go on in the tensor cores 3.84 with an error of 1e-5."""
 
 
 def choose(problem: Problem, gpu: Gpu | None) -> CacheTiles:
@@ -113,8 +105,7 @@ def tiles_of_halves(problem: Problem, rows: int, gpu: Gpu) -> CacheTiles:
         return SHORT_PAGES if 0.9 <= share <= 1 and rows <= 16 else small
     if share >= 0.9:
         return SEVERAL if problem.len_q > 1 and gpu.family == "wgmma" else LARGE
-    tiles_each = count(heads * count(keys_in_reach(problem), SHORT.k_tile), gpu.processors)
-    return SHORT if share <= 1 / 8 and 1 < tiles_each <= 8 else small
+    return small
 
 
 def shared_bytes(problem: Problem, tiles: CacheTiles) -> int:

@@ -10,9 +10,6 @@ from ioattn.backends.triton.kernels.tiles import EXACT, INF, INTERPRETED, device
 
 FP16X3 = tl.constexpr("fp16x3")
 
-TF32_APART = tl.constexpr("tf32x3 apart")
-"""As "tf32x3", three products of TF32 parts, but each from zero: a third of the steps that wait for each other."""
-
 
 class Scales(NamedTuple):
     """What undoes the powers of two that halves were scaled with: see `halves.py`. 1 where there are none."""
@@ -124,49 +121,9 @@ def dot(a, b, acc, form: tl.constexpr):
             product += acc
     elif form.PRECISION == FP16X3:
         product = tl.dot(a, b, acc)
-    elif form.PRECISION == TF32_APART:
-        product = dot_of_parts(a, b, acc)
     else:
         product = tl.dot(a, b, acc, input_precision=form.PRECISION)
     return product
-
-
-@device
-def dot_of_parts(a, b, acc):
-    """a @ b, added to acc where there is one, of float32 in parts x = high + low of 11 bits; low low is left out.
-
-    Each product starts from zero, and sums are made outside of tensor cores: these cut their sum off towards zero after
-    every 8 terms, which over 4096 keys adds up to 1e-5 of the result on an H200. `less` is -low: the compiler would
-    start the large product from a small one that is added to it, and does not from one that is subtracted. NaN among
-    the small ones comes of an infinity, whose low part is inf - inf.
-    """
-    a_high = high_part(a)
-    b_high = high_part(b)
-    product = tl.dot(a_high, b_high, input_precision="tf32")
-    less_a = or_no_number(tl.dot(less_part(a, a_high), b_high, input_precision="tf32"))
-    less_b = or_no_number(tl.dot(a_high, less_part(b, b_high), input_precision="tf32"))
-    product -= less_a + less_b
-    if acc is not None:
-        product += acc
-    return product
-
-
-@device
-def high_part(x):
-    """x without the bits that TF32 has no room for."""
-    return (x.to(tl.int32, bitcast=True) & -0x2000).to(tl.float32, bitcast=True)
-
-
-@device
-def less_part(x, high):
-    """What `high_part` left away, with the other sign, to be cut by a TF32 product: rounded to nearest."""
-    return ((high - x).to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True)
-
-
-@device
-def or_no_number(x):
-    """NaN becomes 0."""
-    return tl.where(x == x, x, 0.0)
 
 
 @device
