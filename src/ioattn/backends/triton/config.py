@@ -238,6 +238,9 @@ def shared_bytes(problem: Problem, direction: Direction, tiles: Tiles, gpu: Gpu)
     extra = scores * (_bias_size(problem) + (problem.mask is not None)) + 2 * 4 * tiles.q_tile
     stages = 1 if direction == "bias" else tiles.num_stages
     total = stages * (walked * size + extra) + kept * size
+    if direction == "key_value":
+        # LSE and delta of one tile more, where three or more stages of them are on their way.
+        total += 2 * 4 * tiles.q_tile
     if size == 4 and tiles.precision != FP16X3:
         # Operands in three bf16 parts, of which some go through shared memory; measured, rounded up.
         total += 2 * (scores + max(q_rows, k_rows))
