@@ -76,11 +76,12 @@ def test_one_long_head_is_work_for_every_thread() -> None:
 
 
 def test_many_cores_get_many_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two each; blocks are whole panels, 72 queries and not 64 where vectors have 8 lanes: 58 tasks."""
     monkeypatch.setattr(os, "cpu_count", lambda: 32)
     q, k = torch.empty(1, 2, 2048, 64), torch.empty(1, 2, 65536, 64)
     for queries in (q, q[:, :, :1]):
         problem = ioattn.explain(queries, k, k).problem
-        assert plan.plan_forward(problem, queries.shape[:-1], None).tasks >= 60
+        assert plan.plan_forward(problem, queries.shape[:-1], None).tasks >= 58
     assert plan.plan_backward(problem, q.shape[:-1], None, False).tasks >= 60
 
 
