@@ -38,10 +38,10 @@ def test_terms_fold_in_the_documented_order() -> None:
 
 def test_bind_gives_each_compiler_its_own_primitives() -> None:
     doubled = compose.fold((scores.SOFTCAP,), {"tanh": lambda x: 2 * x})
-    assert doubled.step(3.0, 0, (5.0,)) == 6.0
-    assert compose.fold((scores.SOFTCAP,), {"tanh": lambda x: x}).step(3.0, 0, (5.0,)) == 3.0
+    assert doubled.step(3.0, 0, (4.0,)) == 6.0
+    assert compose.fold((scores.SOFTCAP,), {"tanh": lambda x: x}).step(3.0, 0, (4.0,)) == 3.0
     with pytest.raises(NotImplementedError, match="bind"):
-        scores.SOFTCAP.step(3.0, 0, 5.0)
+        scores.SOFTCAP.step(3.0, 0, 4.0)
 
 
 def test_compiler_sees_one_function_that_covers_every_term() -> None:
