@@ -134,7 +134,7 @@ def prepare_gradients(
         if delta is None or totals is None:
             return
         weights = _sink_weights(tensors.sinks, lse)
-        _make_delta(totals, delta, dlse, weights)
+        _make_delta(totals, delta, dlse, lse, weights)
         bias_gradient(everything)
         if partial is not None and grads.dbias is not None:
             grads.dbias.copy_(partial.unflatten(0, (parts, -1)).sum(0))
@@ -312,7 +312,11 @@ def _sink_gradients(weights: Tensor, totals: Tensor, packed: bool) -> Tensor:
     return -torch.where(weights == 0, 0, weights * totals).sum(-1 if packed else (0, -1))
 
 
-def _make_delta(totals: Tensor, delta: Tensor, dlse: Tensor | None, sink_weights: Tensor) -> None:
+COARSE_LSE = 2.0**20
+"""From here on an LSE in float32 holds log(rowsum) to less than 1/16, and the weights of a row no longer sum to 1."""
+
+
+def _make_delta(totals: Tensor, delta: Tensor, dlse: Tensor | None, lse: Tensor, sink_weights: Tensor) -> None:
     """Turn sums of dS over the keys into a better delta: for what sums dS over many queries, sinks and repeated biases.
 
     delta was made of an output that may have been rounded to 16 bits, and its error has one sign for a whole row. The
@@ -321,6 +325,7 @@ def _make_delta(totals: Tensor, delta: Tensor, dlse: Tensor | None, sink_weights
     totals += delta * (1 - sink_weights)
     if dlse is not None:
         totals -= dlse
+    torch.where(lse.abs() < COARSE_LSE, totals, delta, out=totals)
 
 
 def _repeats_nothing(problem: Problem) -> bool:
