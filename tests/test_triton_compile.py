@@ -20,6 +20,9 @@ if triton.knobs.runtime.interpret:
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+from sass import unwritten_reads  # noqa: E402
+
+from ioattn.assembler import sound_assembler  # noqa: E402
 from ioattn.backends.triton import config, halves, launch  # noqa: E402
 from ioattn.backends.triton.call import Prepared  # noqa: E402
 from ioattn.backends.triton.config import Gpu  # noqa: E402
@@ -76,6 +79,7 @@ def kernels(
     dtype: torch.dtype,
     dim: int,
     options: Options = Options(),  # noqa: B008
+    dim_v: int | None = None,
     **extras: Any,
 ) -> Iterator[Kernel]:
     """Every kernel of the forward and the backward of one problem, on tensors without memory."""
@@ -83,10 +87,11 @@ def kernels(
     packed = "cu_seqlens_q" in extras
     shape = (4096, 8, dim) if packed else (2, 8, 2048, dim)
     kv_shape = (4096, 4, dim) if packed else (2, 4, 2048, dim)
-    q, k, v = (empty(*sizes, dtype=dtype) for sizes in (shape, kv_shape, kv_shape))
+    v_shape = (*kv_shape[:-1], dim_v or dim)
+    q, k, v = (empty(*sizes, dtype=dtype) for sizes in (shape, kv_shape, v_shape))
     tensors = Tensors(q, k, v, **extras)
     problem = Problem.of(tensors, options)
-    out, lse = torch.empty_like(q), empty(*((8, 4096) if packed else shape[:3]))
+    out, lse = q.new_empty((*q.shape[:-1], v.shape[-1])), empty(*((8, 4096) if packed else shape[:3]))
     dbias = None if tensors.bias is None else torch.empty_like(tensors.bias)
     grads = Gradients(*map(torch.empty_like, (q, k, v)), dbias)
     forward = launch.prepare_forward(problem, tensors, out, gpu(sm))
@@ -112,7 +117,8 @@ def compile_for(sm: int, kernel: Kernel) -> Any:
             specialize = not parameter.do_not_specialize
             signature[parameter.name] = describe(value, (i,), specialize, constants, attributes)
     source = ASTSource(kernel.prepared.kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=kernel.prepared.options)
+    with sound_assembler():
+        return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=kernel.prepared.options)
 
 
 def describe(
@@ -273,6 +279,26 @@ def test_every_feature_compiles(feature: str, tmp_path: Path) -> None:
         machine = machine_of(compiled, tmp_path)
         assert len(machine.code) > 100, kernel
         assert machine.reads_of_nothing() == [], kernel
+
+
+@pytest.mark.parametrize("dim_v", [8, 16])
+def test_narrow_values_are_multiplied_by_no_unwritten_descriptor(dim_v: int, tmp_path: Path) -> None:
+    """NaN and 1e36 on an H200 with the assembler of CUDA 12.8, which `assembler.py` does without."""
+    for kernel in kernels(90, FP32, 64, Options(precision="bf16x6"), dim_v=dim_v):
+        if kernel.name == "forward_kernel":
+            compiled = compile_for(90, kernel)
+            (tmp_path / "kernel.cubin").write_bytes(compiled.asm["cubin"])
+            assert unwritten_reads(dump(tmp_path / "kernel.cubin", "--dump-sass").splitlines()) == []
+
+
+def test_the_assembler_is_the_users_where_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = triton.knobs.nvidia.ptxas
+    with sound_assembler():
+        assert [int(x) for x in triton.knobs.nvidia.ptxas.version.split(".")] >= [12, 9]
+    assert triton.knobs.nvidia.ptxas == before
+    monkeypatch.setenv("TRITON_PTXAS_PATH", before.path)
+    with sound_assembler():
+        assert triton.knobs.nvidia.ptxas == before
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
