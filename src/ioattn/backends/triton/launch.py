@@ -105,8 +105,7 @@ def prepare_gradients(
     def run(tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, grads: Gradients) -> None:
         delta, totals, partial = scratch(lse, grads)
         if grads.dbias is not None:
-            # The walk over keys leaves out what the band hides.
-            grads.dbias.zero_()
+            grads.dbias.zero_()  # the walk over keys leaves out what the band hides
         tops = tops_of(problem, tensors, steps, dout, dlse) if halves else None
         everything = (*tensors, *grads, out, lse, dout, dlse, delta, totals, partial, tops)
         before(everything)
@@ -118,9 +117,7 @@ def prepare_gradients(
         if partial is not None and grads.dbias is not None:
             grads.dbias.copy_(partial.unflatten(0, (parts, -1)).sum(0))
         if grads.dsinks is not None:
-            # The sink is one more key whose value is zero: dsink = P_sink * (0 - delta), over batch and queries.
-            of_rows = torch.where(weights == 0, 0, weights * totals)
-            grads.dsinks.copy_(-of_rows.sum(-1 if problem.packed else (0, -1)))
+            grads.dsinks.copy_(_sink_gradient(problem, weights, totals))
 
     return on_device(problem.device, run)
 
@@ -244,6 +241,11 @@ def _sink_weights(sinks: Tensor | None, lse: Tensor) -> Tensor:
     if sinks is None:
         return lse.new_zeros(())
     return torch.where(lse == -torch.inf, 0, torch.exp(sinks.float()[:, None] - lse))
+
+
+def _sink_gradient(problem: Problem, weights: Tensor, delta: Tensor) -> Tensor:
+    """The sink is one more key whose value is zero: dsink = P_sink * (0 - delta), over batch and queries."""
+    return -torch.where(weights == 0, 0, weights * delta).sum(-1 if problem.packed else (0, -1))
 
 
 def _make_delta(totals: Tensor, delta: Tensor, dlse: Tensor | None, sink_weights: Tensor) -> None:
