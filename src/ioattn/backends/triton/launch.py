@@ -89,9 +89,8 @@ def prepare_gradients(
     halves = _wants_tops(steps)
 
     def describe(x: Sequence[Any]) -> list[Arguments]:
-        count = len(Tensors._fields)
+        count, (out, lse, dout, dlse) = len(Tensors._fields), x[-8:-4]
         inputs, gradients = Tensors(*x[:count]), Gradients(*x[count:-8])
-        out, lse, dout, dlse = x[-8:-4]
         return backward_arguments(problem, inputs, out, lse, dout, dlse, x[-4:], gradients, bool(steps.value))
 
     def scratch(lse: Tensor, grads: Gradients) -> tuple[Tensor | None, ...]:
