@@ -81,8 +81,7 @@ def prepare_gradients(
     problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, grads: Gradients
 ) -> Callable[..., None]:
     """What writes the gradients of q, k and v, and those of bias and sinks where wanted, for tensors that lie so."""
-    gpu = gpu_of(problem.device)
-    repeated_bias = grads.dbias is not None and not _repeats_nothing(problem)
+    gpu, repeated_bias = gpu_of(problem.device), grads.dbias is not None and not _repeats_nothing(problem)
     improved = repeated_bias or grads.dsinks is not None
     parts = _bias_parts(problem, gpu) if repeated_bias else 1
     steps = prepare_backward(problem, tensors, out, dout, grads, gpu)
