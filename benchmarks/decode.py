@@ -98,7 +98,8 @@ TUNED = (
 
 TILES = {
     "bf16": (
-        CacheTiles(16, 64, 4, 3), CacheTiles(16, 64, 4, 4), CacheTiles(16, 128, 8, 3, beside=1),
+        CacheTiles(16, 64, 4, 3), CacheTiles(16, 64, 4, 4), CacheTiles(16, 64, 4, 4, beside=1),
+        CacheTiles(16, 128, 8, 3, beside=1), CacheTiles(16, 128, 8, 4, beside=1),
         CacheTiles(16, 64, 4, 3, turned=True), CacheTiles(16, 128, 8, 3, turned=True, beside=1),
     ),
     "fp32": (
@@ -253,7 +254,7 @@ def fa3(tensors: CacheTensors) -> Tensor:
 def check(work: Workload, call: Call) -> float:
     """The largest error of a call relative to the largest value of the result; ValueError if it is wrong."""
     error = ((call(work.each[0]).double() - work.exact).abs().max() / work.exact.abs().max()).item()
-    limit = {"bf16": 2e-2, "fp16": 4e-3, "fp32": 1e-5}[work.case.dtype]
+    limit = {"bf16": 2e-2, "fp16": 4e-3, "fp32": 2e-6}[work.case.dtype]
     if not error < limit:
         raise ValueError(f"wrong: relative error {error:.1e}")
     return error
@@ -360,13 +361,28 @@ def compile_share(share: str, cases: list[Case], tiles: bool) -> None:
     for case in cases:
         example = workload(Case(**{**vars(case), "batch": 2, "keys": max(1024, case.page or 0)})).each[0]
         forms = _forms(case, example) if tiles and case in TUNED else ()
-        calls = [ours, *(candidate(case, example, *form) for form in forms)]
+        calls = [ours, *(candidate(case, example, *form) for form in (cut_of(case), *forms))]
         jobs += [lambda call=call, example=example: call(example) for call in calls]
     for job in jobs[index::count]:
         try:
             job()
         except Exception as fault:
             sys.stdout.write(f"{type(fault).__name__}: {str(fault)[:200]}\n")
+
+
+def cut_of(case: Case) -> tuple[CacheTiles, int]:
+    """The tiles and pieces of the case itself, from tensors without memory."""
+    gpu = gpu_of(torch.device("cuda", torch.cuda.current_device()))
+    rows = case.keys if case.page is None else case.page
+    dtype = DTYPES[case.dtype]
+    with torch.device("meta"):
+        q = torch.empty(case.batch, case.heads, case.n_q, case.dim, dtype=dtype)
+        cache = torch.empty(case.batch * case.keys // rows, case.kv_heads, rows, case.dim, dtype=dtype)
+        lengths = torch.empty(case.batch, dtype=torch.int32)
+        table = None if case.page is None else torch.empty(case.batch, case.keys // rows, dtype=torch.int32)
+    problem = caches.describe(CacheTensors(q, cache, cache, lengths, table), DecodeOptions(hi=0))
+    tiles = splits.choose(problem, gpu)
+    return tiles, splits.pieces(problem, tiles, gpu)
 
 
 def _forms(case: Case, example: CacheTensors) -> Iterator[tuple[CacheTiles, int]]:

@@ -286,3 +286,33 @@ def test_equal_shapes_are_cut_into_equal_pieces() -> None:
         assert 1 <= number <= -(-keys // tiles.k_tile)
         if batch * 8 * -(-keys // tiles.k_tile) >= 132:
             assert batch * 8 * number >= 128, (batch, keys, number)
+
+
+@pytest.mark.parametrize(
+    ("batch", "keys", "page", "cut"),
+    [
+        (1, 131072, None, (64, 4, 3, 32)),
+        (1, 8192, None, (64, 4, 3, 32)),
+        (1, 1024, None, (64, 4, 3, 16)),
+        (16, 8192, None, (128, 8, 3, 1)),
+        (16, 8192, 64, (128, 8, 3, 1)),
+        (16, 8192, 16, (128, 8, 4, 1)),
+        (64, 4096, 16, (64, 4, 4, 1)),
+    ],
+)
+def test_cuts_that_were_the_fastest_on_an_h200(
+    batch: int, keys: int, page: int | None, cut: tuple[int, int, int, int]
+) -> None:
+    """Keys of a tile, warps, stages and pieces, at H 32/8, D 128: rows in benchmarks/results."""
+    splits = pytest.importorskip("ioattn.backends.triton.splits", exc_type=ImportError)
+    config = pytest.importorskip("ioattn.backends.triton.config", exc_type=ImportError)
+    gpu = config.Gpu((9, 0), 227 * 1024, 132)
+    shape = (batch, 8, keys, 128) if page is None else (batch * keys // page, 8, page, 128)
+    cache = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    q = torch.empty(batch, 32, 1, 128, dtype=torch.bfloat16, device="meta")
+    lengths = torch.empty(batch, dtype=torch.int32, device="meta")
+    table = None if page is None else torch.empty(batch, keys // page, dtype=torch.int32, device="meta")
+    problem = caches.describe(CacheTensors(q, cache, cache, lengths, table), DecodeOptions(hi=0))
+    tiles = splits.choose(problem, gpu)
+    number = splits.pieces(problem, tiles, gpu)
+    assert (tiles.q_tile, tiles.k_tile, tiles.num_warps, tiles.num_stages, number) == (16, *cut)

@@ -55,8 +55,8 @@ def test_hopper(dtype: torch.dtype, page: int | None, tmp_path: Path) -> None:
     for kernel in kernels(90, tensors, DecodeOptions(hi=0, splits=3)):
         compiled = compile_for(90, kernel)
         machine = machine_of(compiled, tmp_path)
-        instructions = [instruction for _, instruction in machine.code]
-        assert machine.stack <= 16, kernel.name
+        instructions = [instruction.strip() for _, instruction in machine.code]
+        assert machine.stack <= (16 if dtype == torch.float32 else 0), kernel.name
         assert machine.reads_of_nothing() == [], kernel.name
         assert compiled.metadata.shared <= min(GPUS[90], kernel.shared_bound), kernel.name
         assert only_arithmetic_comes_before_the_wait(instructions), kernel.name
@@ -83,6 +83,24 @@ def test_tiles_of_several_tokens_fit(n_q: int, tmp_path: Path) -> None:
         compiled = compile_for(90, kernel)
         assert compiled.metadata.shared <= kernel.shared_bound <= GPUS[90], kernel.name
         machine_of(compiled, tmp_path)
+        assert unwritten_reads(dump(tmp_path / "kernel.cubin", "--dump-sass").splitlines()) == []
+
+
+@pytest.mark.parametrize(("batch", "keys", "page"), [(16, 8192, 16), (64, 4096, 16)])
+def test_tiles_of_one_token_fit(batch: int, keys: int, page: int | None, tmp_path: Path) -> None:
+    """Pages shorter than a tile at one and at more heads per processor: four stages."""
+    shape = (batch, 8, keys, 128) if page is None else (batch * keys // page, 8, page, 128)
+    cache = empty(*shape, dtype=torch.bfloat16)
+    table = None if page is None else empty(batch, keys // page, dtype=torch.int32)
+    q = empty(batch, 32, 1, 128, dtype=torch.bfloat16)
+    tensors = CacheTensors(q, cache, cache, empty(batch, dtype=torch.int32), table)
+    assert splits.choose(caches.describe(tensors, DecodeOptions(hi=0)), gpu(90)).num_stages == 4
+    for kernel in kernels(90, tensors, DecodeOptions(hi=0)):
+        compiled = compile_for(90, kernel)
+        assert compiled.metadata.shared <= kernel.shared_bound <= GPUS[90], kernel.name
+        machine = machine_of(compiled, tmp_path)
+        assert machine.stack == 0, kernel.name
+        assert machine.reads_of_nothing() == [], kernel.name
         assert unwritten_reads(dump(tmp_path / "kernel.cubin", "--dump-sass").splitlines()) == []
 
 

@@ -98,7 +98,7 @@ def test_machine_code(dim: int, feature: str, tmp_path: Path) -> None:
     )
     code = disassembled(kernel, tmp_path)
     assert code.count("UTMALDG") >= config.groups + 2, "Q, K and V are not all loaded by the copy engine"
-    assert code.count("UTMASTG") == config.groups
+    assert code.count("UTMASTG") == config.groups * config.out_parts
     loops = code.pipelines()
     assert len(loops) >= config.groups
     for body in loops:

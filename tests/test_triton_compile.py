@@ -20,7 +20,7 @@ if triton.knobs.runtime.interpret:
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from ioattn.backends.triton import config, launch  # noqa: E402
+from ioattn.backends.triton import config, halves, launch  # noqa: E402
 from ioattn.backends.triton.call import Prepared  # noqa: E402
 from ioattn.backends.triton.config import Gpu  # noqa: E402
 
@@ -36,6 +36,22 @@ POINTERS = {
     torch.bool: "*i1",
     torch.int32: "*i32",
 }
+
+DIRECTIONS: dict[str, config.Direction] = {
+    "measure": "delta",
+    "split": "delta",
+    "halves": "forward",
+    "whole": "forward",
+    "delta": "delta",
+    "halves_key": "key_value",
+    "halves_value": "key_value",
+    "halves_query": "query",
+    "key": "key_value",
+    "value": "key_value",
+    "query": "query",
+    "bias": "bias",
+}
+"""What bounds the shared memory of a step's kernels."""
 
 
 class Kernel(NamedTuple):
@@ -73,18 +89,16 @@ def kernels(
     out, lse = torch.empty_like(q), empty(*((8, 4096) if packed else shape[:3]))
     dbias = None if tensors.bias is None else torch.empty_like(tensors.bias)
     grads = Gradients(*map(torch.empty_like, (q, k, v)), dbias)
+    forward = launch.prepare_forward(problem, tensors, out, gpu(sm))
     steps = launch.prepare_backward(problem, tensors, out, out, grads, gpu(sm))
-    groups = [launch.prepare_forward(problem, tensors, out, gpu(sm)), *steps]
-    given = [launch.forward_arguments(problem, tensors, out, lse, lse)]
-    given += launch.backward_arguments(
-        problem, tensors, out, lse, out, None, (lse, lse, None, lse), grads, bool(steps.value)
-    )
-    directions = ("forward", "delta", "key_value", "key_value", "query", "bias")
-    for direction, group, arguments in zip(directions, groups, given, strict=True):
-        if not group:
-            continue
-        bound = config.shared_bytes(problem, direction, group[0].tiles, gpu(sm))
+    room = halves.room_for(problem, halves.wanted((*forward, *steps)), tensors, out)
+    given = launch.forward_arguments(problem, tensors, out, lse, room._replace(dout=None))
+    totals = lse if problem.sinks or dbias is not None else None
+    others = (out, lse, out, None, lse, totals, None)
+    given += launch.backward_arguments(problem, tensors, grads, others, room, steps)
+    for name, group, arguments in zip((*forward._fields, *steps._fields), (*forward, *steps), given, strict=True):
         for prepared in group:
+            bound = config.shared_bytes(problem, DIRECTIONS[name], group[0].tiles, gpu(sm))
             yield Kernel(prepared.kernel.__name__, prepared, (*arguments, *prepared.constant), bound)
 
 
@@ -196,7 +210,14 @@ MAX_SPILLS = 16
 # Tiles were chosen with 3.6. With 3.9 dK and dV in float32 at D 64 spill 37 times; nothing was timed with it.
 TILES_ARE_FOR_THIS_TRITON = triton.__version__.startswith("3.6.")
 # The fastest of those that were timed on an H200, all the same, with what they had when they were timed.
-KNOWN_SPILLS = {("bf16 D128", 90, "query_kernel"): 20, ("fp32 D64", 90, "forward_kernel"): 25}
+KNOWN_SPILLS = {
+    ("bf16 D128", 90, "query_kernel"): 20,
+    ("fp32 D64", 90, "forward_kernel"): 25,
+    # With bf16x6, for what does not fit in halves; 19 before those came.
+    ("fp32 D64", 90, "key_value_kernel"): 17,
+}
+
+WITHOUT_PRODUCTS = ("delta_kernel", "measure_kernel", "split_kernel")
 
 
 @pytest.mark.parametrize("sm", GPUS)
@@ -208,7 +229,7 @@ def test_causal_kernels_fit(case: str, sm: int, tmp_path: Path) -> None:
         compiled = compile_for(sm, kernel)
         machine = machine_of(compiled, tmp_path)
         assert compiled.metadata.shared <= kernel.shared_bound <= GPUS[sm], kernel
-        if kernel.name == "delta_kernel":
+        if kernel.name in WITHOUT_PRODUCTS:
             assert machine.stack <= 16, kernel  # nothing to speak of: it has no loop
             continue
         assert any(TENSOR_CORES[sm] in instruction for _, instruction in machine.code), kernel
@@ -222,7 +243,7 @@ def test_causal_kernels_fit(case: str, sm: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("sm", [80, 90])
 def test_float32_products_are_rounded_to_tf32_on_request_only(sm: int, precision: str | None, tmp_path: Path) -> None:
     for kernel in kernels(sm, torch.float32, 64, Options(precision=precision)):
-        if kernel.name.startswith(("repair", "delta")):
+        if kernel.name.startswith("repair") or kernel.name in WITHOUT_PRODUCTS:
             continue
         products = [i for _, i in machine_of(compile_for(sm, kernel), tmp_path).code if "MMA" in i.split()[0]]
         assert products, kernel

@@ -16,6 +16,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from ioattn import ops
 from ioattn.backends.triton import call, config, launch
 from ioattn.backends.triton.config import FP16X3, Tiles
+from ioattn.backends.triton.halves import Room
 from ioattn.launching import _with_tensor_maps, by_address
 from ioattn.problem import Options, Problem, Tensors
 
@@ -30,10 +31,10 @@ def test_later_calls_get_the_same_arguments_as_addresses() -> None:
     x, bias = torch.empty(2, 4, 9, 16), torch.empty(1, 4, 1, 9)
     tensors = Tensors(x, x.mT.contiguous().mT, x, bias, sinks=torch.empty(4))
     problem = Problem.of(tensors, Options(lo=-3, softcap=2.0))
-    every = (*tensors, x, torch.empty(2, 4, 9), None)
+    every = (*tensors, x, torch.empty(2, 4, 9))
 
     def describe(given: Sequence[Any]) -> tuple[Any, ...]:
-        return launch.forward_arguments(problem, Tensors(*given[:-3]), *given[-3:])
+        return tuple(launch.forward_arguments(problem, Tensors(*given[:-2]), *given[-2:], Room()))
 
     def with_addresses(value: Any) -> Any:
         if isinstance(value, torch.Tensor):

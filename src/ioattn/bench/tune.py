@@ -17,16 +17,28 @@ import torch
 from torch import Tensor
 
 import ioattn
-from ioattn.backends.triton import config, launch
+from ioattn.backends.triton import config, halves, launch
 from ioattn.backends.triton.call import Prepared
 from ioattn.backends.triton.config import Direction, Gpu, Tiles
+from ioattn.backends.triton.launch import ForwardSteps, Steps
 from ioattn.bench.timer import alternate_on_gpu
 from ioattn.cases import DTYPE_NAMES
+from ioattn.launching import Arguments
 from ioattn.problem import Gradients, Options, Problem, Tensors
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "key_value", "query")
 PRODUCTS = {"forward": 2, "key_value": 4, "query": 3}
 """Matrix products per pair of tiles: what rates are counted by."""
+
+STEPS: dict[tuple[Direction, bool], tuple[str, ...]] = {
+    ("forward", False): ("whole",),
+    ("forward", True): ("halves",),
+    ("key_value", False): ("key", "value"),
+    ("key_value", True): ("halves_key", "halves_value"),
+    ("query", False): ("query",),
+    ("query", True): ("halves_query",),
+}
+"""The kernels of a direction: with whole numbers, and with halves. The pass before the latter is not timed."""
 
 RESULTS = {"forward": ("out",), "key_value": ("dk", "dv"), "query": ("dq",)}
 DIMS = (64, 128, 256)
@@ -96,24 +108,32 @@ def _prepare(trial: Trial, batch: int, heads: int, len_q: int, len_k: int) -> _R
     try:
         forward = launch.prepare_forward(problem, tensors, out, gpu)
         grads = Gradients(*map(torch.empty_like, (q, k, v)))
-        steps = launch.prepare_backward(problem, tensors, out, dout, grads, gpu)
+        backward = launch.prepare_backward(problem, tensors, out, dout, grads, gpu)
     finally:
         config.choose = choose
-    tops = launch.tops_of(problem, tensors, [forward, *steps], dout)
-    given = launch.backward_arguments(
-        problem, tensors, out, lse, dout, None, (delta, None, None, tops), grads, bool(steps.value)
-    )
-    kernels = [(kernel, launch.forward_arguments(problem, tensors, out, lse, tops)) for kernel in forward]
+    room = halves.room_for(problem, halves.wanted(forward), tensors, None)
+    steps = _with_arguments(forward, launch.forward_arguments(problem, tensors, out, lse, room))
     if trial.direction != "forward":
-        _start(kernels + [(kernel, given[0]) for kernel in steps.delta])
-        at = (1, 2) if trial.direction == "key_value" else (3,)
-        kernels = [(kernel, given[i]) for i in at for kernel in steps[i]]
+        _start([pair for pairs in steps.values() for pair in pairs])
+        room = halves.room_for(problem, halves.wanted(backward), tensors, dout)
+        others = (out, lse, dout, None, delta, None, None)
+        steps = _with_arguments(backward, launch.backward_arguments(problem, tensors, grads, others, room, backward))
+    _start([pair for name in ("delta", "measure", "split") for pair in steps.get(name, [])])
+    names = STEPS[trial.direction, trial.tiles.precision == config.FP16X3]
+    kernels = [pair for name in names for pair in steps[name]]
     results = {"out": out, "dq": grads.dq, "dk": grads.dk, "dv": grads.dv}
     wanted = {name: results[name] for name in RESULTS[trial.direction]}
     return _Run(lambda: _start(kernels), wanted, {"q": q, "k": k, "v": v, "dout": dout})
 
 
-def _start(kernels: Sequence[tuple[Prepared, tuple[Any, ...]]]) -> None:
+def _with_arguments(
+    steps: ForwardSteps | Steps, given: Sequence[Arguments]
+) -> dict[str, list[tuple[Prepared, Arguments]]]:
+    pairs = zip(steps._fields, steps, given, strict=True)
+    return {name: [(kernel, arguments) for kernel in group] for name, group, arguments in pairs}
+
+
+def _start(kernels: Sequence[tuple[Prepared, Arguments]]) -> None:
     for kernel, arguments in kernels:
         kernel(arguments)
 
@@ -186,14 +206,17 @@ def _work(pipe: Any) -> None:
     while True:
         try:
             trial = pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             return
         try:
             answer = (fault_of(trial), True)
         except Exception as error:
             lines = str(error).splitlines() or [""]
             answer = (f"{type(error).__name__}: {lines[0]}", "CUDA" not in str(error))
-        pipe.send(answer)
+        try:
+            pipe.send(answer)
+        except ConnectionError:  # nobody waits for it: the time is over
+            return
         if not answer[1]:
             return
 

@@ -16,9 +16,10 @@ from ioattn.backends.gluon.backward_config import BackwardConfig, QueryConfig
 from ioattn.backends.gluon.config import section as forward_section
 from ioattn.backends.gluon.kernels import around
 from ioattn.backends.gluon.kernels import backward as kernels
+from ioattn.backends.gluon.kernels.approximate import tanh
 from ioattn.backends.gluon.kernels.names import GluonASTSource, gl
 from ioattn.backends.gluon.kernels.query_gradient import query_gradient
-from ioattn.backends.gluon.launch import TARGET, _jit, counter, describe, strides_of, tanh
+from ioattn.backends.gluon.launch import TARGET, _jit, counter, describe, strides_of
 from ioattn.backends.gluon.repair_launch import PROGRAMS, compile_repair, repair_arguments
 from ioattn.compose import Formula, fold
 from ioattn.launching import Arguments, Call, Descriptor, addresses_of

@@ -29,8 +29,8 @@ class Config:
     keys: int
     stages: int
     registers: int
-    keys_first: bool = False
-    share_out: bool = False
+    out_parts: int = 1
+    """In how many parts, one after the other, a group's result goes through its buffer in shared memory: 1 or 2."""
     ping_pong: bool = False
     wait_after_max: bool = False
     longest_first: bool = False
@@ -66,7 +66,7 @@ def tiles(problem: Problem) -> Config:
     if wide == 64 and problem.len_q <= (1024 if bounded else 512):
         # Three groups leave much of the last tile empty: N 512 347 against 321 TFLOP/s, N 1024 causal 297 / 280.
         keys, stages = (64, 6) if narrow else (128, 4)
-        return Config(dim, dim_v, groups=2, keys=keys, stages=stages, registers=240, keys_first=True, ping_pong=True)
+        return Config(dim, dim_v, groups=2, keys=keys, stages=stages, registers=240, ping_pong=True)
     if wide == 64:
         # In turn: full N 2048 511 / 473. Waiting for P V after the row maximum: full N 8192 540 / 530, causal -1%.
         return Config(
@@ -76,7 +76,6 @@ def tiles(problem: Problem) -> Config:
             keys=128,
             stages=4,
             registers=160,
-            keys_first=True,
             ping_pong=True,
             wait_after_max=not bounded,
         )
@@ -85,10 +84,18 @@ def tiles(problem: Problem) -> Config:
         # more to hold, and 40 registers for it instead of 24 give N 2048 causal 552 against 543.
         keys, stages = (64, 4) if narrow else (128, 2)
         registers = 232 if bounded else 240
-        return Config(dim, dim_v, groups=2, keys=keys, stages=stages, registers=registers, keys_first=True)
-    # The output goes through Q's buffer: nothing else fits. The wait after the row maximum: causal N 8192 643 / 614.
+        return Config(dim, dim_v, groups=2, keys=keys, stages=stages, registers=registers)
+    # A buffer for all of the output fits in only where Q's is, which then comes late: full N 2048 737 in halves / 719.
+    # A masked kernel's loader needs the registers here, too: N 8192 728 / 717. The wait: causal N 8192 643 / 614.
     return Config(
-        dim, dim_v, groups=2, keys=64, stages=2, registers=240, share_out=dim == dim_v, wait_after_max=bounded
+        dim,
+        dim_v,
+        groups=2,
+        keys=64,
+        stages=2,
+        registers=232 if bounded else 240,
+        out_parts=2 if dim == dim_v else 1,
+        wait_after_max=bounded,
     )
 
 

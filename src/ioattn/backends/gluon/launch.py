@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 from ioattn.backends.gluon import config as table
 from ioattn.backends.gluon.config import Config
 from ioattn.backends.gluon.kernels import forward as kernels
+from ioattn.backends.gluon.kernels.approximate import tanh
 from ioattn.backends.gluon.kernels.names import GluonASTSource, gl, gluon
 from ioattn.compose import fold
 from ioattn.launching import Arguments, Call, Descriptor, addresses_of
@@ -82,12 +83,6 @@ def _jit(function: Any) -> Any:
     return gluon.jit(function)
 
 
-@gluon.jit
-def tanh(x):  # type: ignore[no-untyped-def]
-    """Hyperbolic tangent, exact to about 1e-7; infinities give 1 and -1."""
-    return 1.0 - 2.0 / (1.0 + gl.exp2(x * 2.8853900817779268))
-
-
 @functools.lru_cache(maxsize=256)
 def compile_forward(config: Config, dtype: torch.dtype, formula: Any, slopes: str | None, sinks: str | None) -> Any:
     """The compiled kernel; needs no GPU. `slopes` and `sinks` are dtype names, or None where there are none."""
@@ -103,7 +98,7 @@ def compile_forward(config: Config, dtype: torch.dtype, formula: Any, slopes: st
         "q_desc": tile(table.GROUP_ROWS, config.dim),
         "k_desc": tile(config.keys, config.dim),
         "v_desc": tile(config.keys, config.dim_v),
-        "out_desc": tile(table.GROUP_ROWS, config.dim_v),
+        "out_desc": tile(table.GROUP_ROWS, config.dim_v // config.out_parts),
         "out": f"*{name}",
         "out_strides": ("i64",) * 3,
         "lse": "*fp32",

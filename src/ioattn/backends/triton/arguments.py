@@ -68,8 +68,17 @@ class Inputs(NamedTuple):
     lo: Scalar
     hi: Scalar
     softcap: Scalar
-    tops: Scalar
-    """The largest absolute values of q, k, v, dout and dlse, `(5, B, Hk)`, where products are "fp16x3"."""
+    scales: Scalar
+    """What undoes the scales of q, k, v and dout, `(B, Hk, 4)`, where "fp16x3" is used for the heads that it fits."""
+
+
+class SplitOperands(NamedTuple):
+    """q, k, v and dout in halves: a row holds the high ones, then the low ones; see `kernels.halves`."""
+
+    q: Matrix
+    k: Matrix
+    v: Matrix
+    dout: Matrix | None
 
 
 class Upstream(NamedTuple):
@@ -126,6 +135,8 @@ class Box(NamedTuple):
     WIDTH: int
     WIDE: bool
     """An offset inside of the tile may need more than 31 bits."""
+    PIECE: int = 0
+    """A tile is held in pieces of so many columns; decoding knows no pieces."""
 
 
 class Form(NamedTuple):

@@ -68,10 +68,12 @@ DELTA = Tiles(64, 64, 4, 1)
 X6 = "bf16x6"
 
 FP16X3 = "fp16x3"
-"""Three products of halves in fp16, scaled, where nothing but the band hides anything: see `kernels.products`.
+"""Three products of halves in float16, for the heads whose numbers fit, after a pass: see `kernels/halves.py`."""
 
-In no row yet: right in the interpreter and compiled, but neither run nor timed on a GPU. `ioattn bench tune` does both.
-"""
+SPLIT_ROWS = 256
+"""So many queries and keys are worth that pass, whose time grows with their sum and not with their product."""
+
+HALVES_APART = Tiles(64, 128, 8, 1, FP16X3, apart=True)
 
 TABLE: dict[tuple[Family, Direction, int], tuple[Row, ...]] = {
     ("wgmma", "forward", 2): (
@@ -81,27 +83,43 @@ TABLE: dict[tuple[Family, Direction, int], tuple[Row, ...]] = {
     ),
     ("wgmma", "key_value", 2): (
         Row(64, (Tiles(64, 64, 4, 2),), "401 / 433; 128 keys on 8 warps 372 / 352"),
-        Row(128, (Tiles(32, 64, 4, 2), Tiles(32, 64, 4, 1)), "444 / 425; 64 by 128 on 8 warps 473 / 298: spills"),
+        Row(
+            128,
+            (Tiles(32, 64, 4, 3), Tiles(32, 64, 4, 2), Tiles(32, 64, 4, 1)),
+            "a stage less: 325, not 362 of a whole backward",
+        ),
         Row(256, (Tiles(32, 128, 8, 2, apart=True), Tiles(32, 64, 4, 1, apart=True)), "no spills; together 194 / 212"),
     ),
     ("wgmma", "query", 2): (
         Row(64, (Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2)), "556 / 526; 128 queries 421 / 378"),
         Row(128, (Tiles(128, 128, 8, 1), Tiles(64, 64, 4, 2)), "486 / 424; 64 by 64 on 4 warps 473 / 403"),
-        Row(256, (Tiles(128, 32, 8, 1), Tiles(64, 32, 4, 1)), "361 / 331; 64 by 64 on 8 warps 211 / 202"),
+        Row(256, (Tiles(128, 64, 8, 1), Tiles(128, 32, 8, 1), Tiles(64, 32, 4, 1)), "472 / 434; 32 keys 368 / 340"),
     ),
     ("wgmma", "forward", 4): (
-        Row(64, (Tiles(64, 64, 4, 2, X6), Tiles(64, 32, 4, 2, X6)), "57 / 52; three TF32 products 51 / 47"),
-        Row(128, (Tiles(128, 64, 8, 1, X6), Tiles(64, 32, 4, 1, X6)), "68 / 59; three TF32 products 39 / 33"),
+        Row(
+            64, (Tiles(64, 64, 4, 2, FP16X3), Tiles(64, 64, 4, 2, X6), Tiles(64, 32, 4, 2, X6)), "155 / 142; X6 57 / 52"
+        ),
+        Row(
+            128,
+            (Tiles(64, 32, 4, 2, FP16X3), Tiles(128, 64, 8, 1, X6), Tiles(64, 32, 4, 1, X6)),
+            "137 / 124; X6 68 / 59",
+        ),
         Row(256, (Tiles(64, 16, 4, 2, X6), Tiles(32, 16, 4, 1, X6)), "what shared memory holds"),
     ),
     ("wgmma", "key_value", 4): (
-        Row(64, (Tiles(32, 64, 4, 2, X6), Tiles(32, 64, 4, 1, X6)), "51 / 48; 128 keys on 8 warps 50 / 46"),
-        Row(128, (Tiles(16, 128, 8, 1, X6), Tiles(16, 64, 4, 1, X6)), "32 / 30; 32 by 64 on 8 warps 22 / 23"),
+        Row(
+            64, (Tiles(64, 64, 4, 1, FP16X3), Tiles(32, 64, 4, 2, X6), Tiles(32, 64, 4, 1, X6)), "154 / 149; X6 51 / 48"
+        ),
+        Row(128, (HALVES_APART, Tiles(16, 128, 8, 1, X6), Tiles(16, 64, 4, 1, X6)), "117 / 107; X6 32 / 30"),
         Row(256, (Tiles(16, 32, 8, 1, X6), Tiles(16, 16, 4, 1, X6)), "what registers hold"),
     ),
     ("wgmma", "query", 4): (
-        Row(64, (Tiles(64, 32, 4, 2, X6),), "50 / 48; 128 queries on 8 warps 48 / 44"),
-        Row(128, (Tiles(64, 32, 4, 1, X6), Tiles(64, 16, 4, 1, X6)), "39 / 37; 128 by 16 on 8 warps 36 / 32"),
+        Row(64, (Tiles(64, 32, 4, 2, FP16X3), Tiles(64, 32, 4, 2, X6)), "173 / 158; X6 50 / 48"),
+        Row(
+            128,
+            (Tiles(128, 64, 8, 1, FP16X3), Tiles(64, 32, 4, 1, X6), Tiles(64, 16, 4, 1, X6)),
+            "170 / 151; X6 39 / 37",
+        ),
         Row(256, (Tiles(32, 16, 4, 1, X6),), "what shared memory holds"),
     ),
     ("mma", "forward", 2): (
@@ -143,21 +161,25 @@ causal problems (`tests/test_triton_compile.py`)."""
 def choose(problem: Problem, direction: Direction, gpu: Gpu | None) -> Tiles:
     """The tiles of one kernel; `gpu` is None in Triton's interpreter."""
     if gpu is None:
-        splits = INTERPRETER.precision == FP16X3 and not _may_split(problem)
-        return INTERPRETER._replace(precision=X6) if splits else INTERPRETER
+        return INTERPRETER if _may_split(problem, direction) else _whole(INTERPRETER)
     if direction == "delta":
         return DELTA
-    # A tile of the bias's gradient costs what a tile of dQ costs.
-    row_of: Direction = "query" if direction == "bias" else direction
-    width = max(padded(problem.dim), padded(problem.dim_v))
-    rows = TABLE[gpu.family, row_of, problem.dtype.itemsize]
-    choices = next(row.choices for row in rows if width <= row.max_width)
-    if gpu.tensor_memory or not _may_split(problem):
-        choices = tuple(t for t in choices if t.precision != FP16X3)
+    choices = _choices(problem, direction, gpu)
+    may_split = _may_split(problem, direction) and not gpu.tensor_memory
+    may_split = may_split and min(problem.len_q, problem.len_k) >= SPLIT_ROWS
+    halves = [t for t in choices if t.precision == FP16X3 and fits(problem, direction, t, gpu)]
+    return halves[0] if halves and may_split else choose_whole(problem, direction, gpu)
+
+
+def choose_whole(problem: Problem, direction: Direction, gpu: Gpu | None) -> Tiles:
+    """The tiles of one kernel for numbers that do not fit in halves."""
+    if gpu is None:
+        return _whole(INTERPRETER)
+    choices = [t for t in _choices(problem, direction, gpu) if t.precision != FP16X3]
     if problem.precision is not None:
-        choices = tuple(t._replace(precision=problem.precision) for t in choices if t.precision != FP16X3)
-    tiles = next((t for t in choices if shared_bytes(problem, direction, t, gpu) <= gpu.shared_memory), choices[-1])
-    while shared_bytes(problem, direction, tiles, gpu) > gpu.shared_memory and _smaller(tiles) != tiles:
+        choices = [t._replace(precision=problem.precision) for t in choices]
+    tiles = next((t for t in choices if fits(problem, direction, t, gpu)), choices[-1])
+    while not fits(problem, direction, tiles, gpu) and _smaller(tiles) != tiles:
         tiles = _smaller(tiles)
     if gpu.tensor_memory and problem.dtype.itemsize == 4:
         # Triton 3.6 compiles some float32 kernels to nothing at all for sm_100, not so where 32 rows keep it off that
@@ -166,17 +188,38 @@ def choose(problem: Problem, direction: Direction, gpu: Gpu | None) -> Tiles:
     return tiles
 
 
-def _may_split(problem: Problem) -> bool:
-    """Whether "fp16x3" applies: the gradients of bias and sinks are not repaired, and slack has no place in maxima."""
-    absent = problem.bias is None and problem.mask is None and not problem.sinks and not problem.packed
-    return absent and min(problem.batch, problem.len_q, problem.len_k) > 0
+def _choices(problem: Problem, direction: Direction, gpu: Gpu) -> tuple[Tiles, ...]:
+    # A tile of the bias's gradient costs what a tile of dQ costs.
+    row_of: Direction = "query" if direction == "bias" else direction
+    width = max(padded(problem.dim), padded(problem.dim_v))
+    return next(r.choices for r in TABLE[gpu.family, row_of, problem.dtype.itemsize] if width <= r.max_width)
+
+
+def fits(problem: Problem, direction: Direction, tiles: Tiles, gpu: Gpu) -> bool:
+    """Whether the GPU has the shared memory that these tiles need."""
+    return shared_bytes(problem, direction, tiles, gpu) <= gpu.shared_memory
+
+
+def _whole(tiles: Tiles) -> Tiles:
+    return tiles._replace(precision=X6) if tiles.precision == FP16X3 else tiles
+
+
+def _may_split(problem: Problem, direction: Direction) -> bool:
+    """Whether "fp16x3" applies; what a mask hides may have any size, and has no say in how the rest is computed."""
+    if problem.dtype.itemsize != 4 or problem.precision is not None or direction in ("delta", "bias"):
+        return False
+    return problem.mask is None and min(problem.batch, problem.len_q, problem.len_k) > 0
 
 
 def objections(problem: Problem, gpu: Gpu | None) -> list[str]:
     """Why not even the smallest tiles fit on this GPU, if so."""
     if gpu is None:
         return []
-    needs = max(shared_bytes(problem, kernel, choose(problem, kernel, gpu), gpu) for kernel in get_args(Direction))
+    needs = max(
+        shared_bytes(problem, kernel, choose_whole(problem, kernel, gpu), gpu)
+        for kernel in get_args(Direction)
+        if kernel != "delta"
+    )
     if needs <= gpu.shared_memory:
         return []
     return [f"the smallest tiles need {needs} bytes of shared memory; this GPU has {gpu.shared_memory} per program"]
@@ -195,10 +238,7 @@ def shared_bytes(problem: Problem, direction: Direction, tiles: Tiles, gpu: Gpu)
     extra = scores * (_bias_size(problem) + (problem.mask is not None)) + 2 * 4 * tiles.q_tile
     stages = 1 if direction == "bias" else tiles.num_stages
     total = stages * (walked * size + extra) + kept * size
-    if tiles.precision == FP16X3:
-        # What is kept lies in three bf16 parts for the edges, and where heads share a key in two halves besides.
-        total += kept * (6 if direction == "key_value" else 2)
-    elif size == 4:
+    if size == 4 and tiles.precision != FP16X3:
         # Operands in three bf16 parts, of which some go through shared memory; measured, rounded up.
         total += 2 * (scores + max(q_rows, k_rows))
     if gpu.tensor_memory:

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ioattn.backends.triton import config
+from ioattn.backends.triton import config, halves
 from ioattn.backends.triton.arguments import (
     Box,
     Form,
@@ -33,10 +33,11 @@ from ioattn.backends.triton.arguments import (
 from ioattn.backends.triton.call import INTERPRETED as INTERPRETED  # the backend asks for it
 from ioattn.backends.triton.call import Call, Prepared
 from ioattn.backends.triton.config import Direction, Gpu, Tiles
+from ioattn.backends.triton.halves import Room
 from ioattn.backends.triton.kernels.backward import bias_kernel, delta_kernel, key_value_kernel, query_kernel
 from ioattn.backends.triton.kernels.forward import forward_kernel
 from ioattn.backends.triton.kernels.repair import repair_forward_kernel, repair_key_value_kernel, repair_query_kernel
-from ioattn.backends.triton.kernels.tiles import tanh, tanh_of_scores
+from ioattn.backends.triton.kernels.tanh import tanh, tanh_of_scores
 from ioattn.compose import Formula, Function, fold
 from ioattn.launching import Arguments, on_device
 from ioattn.problem import Gradients, Problem, Tensors
@@ -49,30 +50,53 @@ SECTION_BYTES = 2**24
 """A fraction of an H200's L2 cache; the last programs of a causal problem then end within 1% of each other, not 6%."""
 
 
-class Steps(NamedTuple):
-    """The kernels of a backward, in order; those of one list are handed the same arguments."""
+Group = list[Prepared]
+"""Kernels that are handed the same arguments."""
 
-    delta: list[Prepared]
-    key: list[Prepared]
-    """dK and dV, or dK alone."""
-    value: list[Prepared]
-    """dV, where it has kernels of its own."""
-    query: list[Prepared]
-    bias: list[Prepared]
+
+PIECE = 64
+"""Columns of halves that tensor cores sum in one go: less is lost, and the sums of one piece take fewer registers."""
+
+
+class ForwardSteps(NamedTuple):
+    """The kernels of a forward, in order; see `halves` for the first two."""
+
+    measure: Group
+    split: Group
+    halves: Group
+    whole: Group
+    """All heads, or those whose numbers do not fit in halves."""
+
+
+class Steps(NamedTuple):
+    """The kernels of a backward, in order; `key` is dK and dV, or dK alone where `value` has kernels of its own."""
+
+    delta: Group
+    measure: Group
+    split: Group
+    halves_key: Group
+    halves_value: Group
+    halves_query: Group
+    key: Group
+    value: Group
+    query: Group
+    bias: Group
 
 
 def prepare(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> Callable[[Tensors, Tensor, Tensor], None]:
     """What writes softmax(S) V to `out` and log(rowsum(exp(S))) to `lse` for tensors that lie like these."""
 
     def describe(x: Sequence[Any]) -> list[Arguments]:
-        return [forward_arguments(problem, Tensors(*x[:-3]), *x[-3:])]
+        count = len(Tensors._fields)
+        out, lse, *room = x[count:]
+        return forward_arguments(problem, Tensors(*x[:count]), out, lse, Room(*room))
 
-    kernels = prepare_forward(problem, tensors, out, gpu_of(problem.device))
-    call = Call([kernels], describe, (*tensors, out, lse, _room_for_tops(problem, [kernels])))
-    halves = _wants_tops([kernels])
+    steps = prepare_forward(problem, tensors, out, gpu_of(problem.device))
+    wanted = halves.wanted(steps)
+    call = Call(steps, describe, (*tensors, out, lse, *halves.room_for(problem, wanted, tensors, None)))
 
     def run(tensors: Tensors, out: Tensor, lse: Tensor) -> None:
-        call((*tensors, out, lse, tops_of(problem, tensors, call.groups) if halves else None))
+        call((*tensors, out, lse, *halves.room_for(problem, wanted, tensors, None)))
 
     return on_device(problem.device, run)
 
@@ -81,31 +105,31 @@ def prepare_gradients(
     problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, grads: Gradients
 ) -> Callable[..., None]:
     """What writes the gradients of q, k and v, and those of bias and sinks where wanted, for tensors that lie so."""
-    gpu, repeated_bias = gpu_of(problem.device), grads.dbias is not None and not _repeats_nothing(problem)
+    gpu = gpu_of(problem.device)
+    repeated_bias = grads.dbias is not None and not _repeats_nothing(problem)
     improved = repeated_bias or grads.dsinks is not None
     parts = _bias_parts(problem, gpu) if repeated_bias else 1
     steps = prepare_backward(problem, tensors, out, dout, grads, gpu)
-    halves = _wants_tops(steps)
+    wanted, counts = halves.wanted(steps), (len(tensors), len(tensors) + len(grads))
 
     def describe(x: Sequence[Any]) -> list[Arguments]:
-        count, (out, lse, dout, dlse) = len(Tensors._fields), x[-8:-4]
-        inputs, gradients = Tensors(*x[:count]), Gradients(*x[count:-8])
-        return backward_arguments(problem, inputs, out, lse, dout, dlse, x[-4:], gradients, bool(steps.value))
+        inputs, gradients, others = Tensors(*x[: counts[0]]), Gradients(*x[counts[0] : counts[1]]), x[counts[1] :]
+        return backward_arguments(problem, inputs, gradients, others[:7], Room(*others[7:]), steps)
 
-    def scratch(lse: Tensor, grads: Gradients) -> tuple[Tensor | None, ...]:
-        partial = _room_for_parts(grads.dbias, parts)
-        return torch.empty_like(lse), torch.empty_like(lse) if improved else None, partial
+    def scratch(tensors: Tensors, lse: Tensor, dout: Tensor, grads: Gradients) -> tuple[Tensor | None, ...]:
+        totals, partial = torch.empty_like(lse) if improved else None, _room_for_parts(grads.dbias, parts)
+        return torch.empty_like(lse), totals, partial, *halves.room_for(problem, wanted, tensors, dout)
 
-    example = (*tensors, *grads, out, lse, dout, dlse, *scratch(lse, grads), _room_for_tops(problem, steps))
+    example = (*tensors, *grads, out, lse, dout, dlse, *scratch(tensors, lse, dout, grads))
     before = Call(steps[:-1], lambda x: describe(x)[:-1], example)
     bias_gradient = Call([steps.bias], lambda x: describe(x)[-1:], example)
 
     def run(tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, grads: Gradients) -> None:
-        delta, totals, partial = scratch(lse, grads)
         if grads.dbias is not None:
-            grads.dbias.zero_()  # the walk over keys leaves out what the band hides
-        tops = tops_of(problem, tensors, steps, dout, dlse) if halves else None
-        everything = (*tensors, *grads, out, lse, dout, dlse, delta, totals, partial, tops)
+            # The walk over keys leaves out what the band hides.
+            grads.dbias.zero_()
+        room = delta, totals, partial, *_ = scratch(tensors, lse, dout, grads)
+        everything = (*tensors, *grads, out, lse, dout, dlse, *room)
         before(everything)
         if delta is None or totals is None:
             return
@@ -115,40 +139,64 @@ def prepare_gradients(
         if partial is not None and grads.dbias is not None:
             grads.dbias.copy_(partial.unflatten(0, (parts, -1)).sum(0))
         if grads.dsinks is not None:
-            grads.dsinks.copy_(_sink_gradient(problem, weights, totals))
+            grads.dsinks.copy_(_sink_gradients(weights, totals, problem.packed))
 
     return on_device(problem.device, run)
 
 
-def prepare_forward(problem: Problem, tensors: Tensors, out: Tensor, gpu: Gpu | None) -> list[Prepared]:
+def prepare_forward(problem: Problem, tensors: Tensors, out: Tensor, gpu: Gpu | None) -> ForwardSteps:
     """The kernels that overwrite `out` and the LSE."""
     wide = _is_wide(problem, tensors, (out,))
-    tiles, count, numbers, form = _launch(problem, tensors, "forward", wide, gpu)
-    constant = (numbers, form, formula_of(problem).step)
-    kernels = (forward_kernel, repair_forward_kernel)
-    return _with_repair(problem, kernels, count * problem.heads, constant, tiles)
+    split, whole = _kernels(problem, tensors, "forward", wide, gpu, (formula_of(problem).step,))
+    return ForwardSteps(*_prepare_halves(problem, tensors, wide, 3 if split else 0), split, whole)
 
 
-def _with_repair(
-    problem: Problem, kernels: tuple[Any, Any], tiles_per_sequence: int, constant: Arguments, tiles: Tiles
-) -> list[Prepared]:
-    """A kernel, and where something is hidden or may overflow the one that repairs what it wrote."""
-    main, repair = kernels
-    numbers, form, *formula = constant
-    halves = tiles.precision == config.FP16X3
+KERNELS: dict[Direction, tuple[Any, Any]] = {
+    "forward": (forward_kernel, repair_forward_kernel),
+    "key_value": (key_value_kernel, repair_key_value_kernel),
+    "query": (query_kernel, repair_query_kernel),
+}
+"""Each kernel, and the one that repairs what it wrote."""
+
+
+def _kernels(
+    problem: Problem, tensors: Tensors, direction: Direction, wide: bool, gpu: Gpu | None, formula: Arguments
+) -> tuple[Group, Group]:
+    """The kernel with halves, if there is one, and the one for everything else, repaired where something is hidden."""
+    main, repair = KERNELS[direction]
     # The tiles of one sequence more clear what lies behind the last packed one.
-    prepared = [Prepared(main, tiles_per_sequence * (problem.batch + problem.packed), constant, tiles)]
-    if problem.band.bounded or problem.mask is not None or problem.bias is not None or halves:
+    sequences = problem.batch + problem.packed
+    split, tiles = [], config.choose(problem, direction, gpu)
+    if tiles.precision == config.FP16X3:
+        programs, numbers, form = _launch(problem, tensors, direction, wide, tiles)
+        split = [Prepared(main, programs * sequences, (numbers, form, *formula), tiles)]
+        tiles = config.choose_whole(problem, direction, gpu)
+    programs, numbers, form = _launch(problem, tensors, direction, wide, tiles)
+    constant = (numbers, form, *formula)
+    whole = [Prepared(main, programs * sequences, constant, tiles)]
+    if problem.band.bounded or problem.mask is not None or problem.bias is not None:
         # Without a pipeline, so that it needs no more shared memory than the kernel that it repairs.
-        careful = tiles._replace(num_stages=1, precision=config.X6 if halves else tiles.precision)
-        constant = (numbers, form._replace(PRECISION=careful.precision), *formula)
-        prepared.append(Prepared(repair, tiles_per_sequence * problem.batch, constant, careful))
-    return prepared
+        whole.append(Prepared(repair, programs * problem.batch, constant, tiles._replace(num_stages=1)))
+    return split, whole
 
 
-def forward_arguments(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, tops: Tensor | None) -> Arguments:
-    """The arguments of the forward kernel that hold tensors."""
-    return (_inputs(problem, tensors, tops), Matrix.of(out, problem.packed), Rows.of(lse, problem.packed))
+def _prepare_halves(problem: Problem, tensors: Tensors, wide: bool, operands: int) -> tuple[Group, Group]:
+    if not operands:
+        return [], []
+    rows = max(tensors.q.shape[0], tensors.k.shape[0]) if problem.packed else max(problem.len_q, problem.len_k)
+    _, numbers, form = _launch(problem, tensors, "delta", wide, halves.TILES)
+    return halves.prepare(problem, numbers, form, _count(rows, halves.TILES.q_tile), operands)
+
+
+def forward_arguments(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor, room: Room) -> list[Arguments]:
+    """The arguments that hold tensors, for each of the `ForwardSteps`."""
+    inputs = _inputs(problem, tensors, room.scales)
+    results = (Matrix.of(out, problem.packed), Rows.of(lse, problem.packed))
+    if room.scales is None:
+        return [(), (), (), (inputs, *results)]
+    split = halves.split_operands(room, problem.packed)
+    before = halves.arguments(inputs, None, room, problem.packed)
+    return [*before, (inputs._replace(q=split.q, k=split.k, v=split.v), *results), (inputs, *results)]
 
 
 def prepare_backward(
@@ -156,49 +204,65 @@ def prepare_backward(
 ) -> Steps:
     """The kernels that overwrite delta, dK and dV, dQ, and the bias's gradient."""
     wide = _is_wide(problem, tensors, (out, dout, *grads[:3]))
-    formula = formula_of(problem)
-    tiles, count, numbers, form = _launch(problem, tensors, "delta", wide, gpu)
-    programs = count * problem.heads * (1 if problem.packed else problem.batch)
-    delta = [Prepared(delta_kernel, programs, (numbers, form), tiles)]
-    tiles, count, numbers, form = _launch(problem, tensors, "key_value", wide, gpu)
-    constant = (numbers, form, formula.step, formula.dstep)
-    kernels = (key_value_kernel, repair_key_value_kernel)
-    key = _with_repair(problem, kernels, count * problem.kv_heads, constant, tiles)
-    value = _with_repair(problem, kernels, count * problem.kv_heads, constant, tiles) if tiles.apart else []
-    tiles, count, numbers, form = _launch(problem, tensors, "query", wide, gpu)
-    constant = (numbers, form, formula.step, formula.dstep)
-    query = _with_repair(problem, (query_kernel, repair_query_kernel), count * problem.heads, constant, tiles)
+    formula = (formula_of(problem).step, formula_of(problem).dstep)
+    tiles = config.choose(problem, "delta", gpu)
+    programs, numbers, form = _launch(problem, tensors, "delta", wide, tiles)
+    delta = [Prepared(delta_kernel, programs * (1 if problem.packed else problem.batch), (numbers, form), tiles)]
+    halves_key, key = _kernels(problem, tensors, "key_value", wide, gpu, formula)
+    halves_value, value = _apart(halves_key), _apart(key)
+    halves_query, query = _kernels(problem, tensors, "query", wide, gpu, formula)
+    before = _prepare_halves(problem, tensors, wide, 4 if halves_key or halves_query else 0)
+    split = (halves_key, halves_value, halves_query)
     alone = grads.dbias is None or _repeats_nothing(problem)
-    return Steps(delta, key, value, query, [] if alone else [_prepare_bias(problem, tensors, wide, gpu)])
+    bias = [] if alone else [_prepare_bias(problem, tensors, wide, gpu)]
+    return Steps(delta, *before, *split, key, value, query, bias)
+
+
+def _apart(kernels: Group) -> Group:
+    """The same kernels once more, for dV, where it is computed on its own."""
+    return [Prepared(k.kernel, k.programs, k.constant, k.tiles) for k in kernels if k.tiles.apart]
 
 
 def backward_arguments(
     problem: Problem,
     tensors: Tensors,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None,
-    scratch: Sequence[Tensor | None],
     grads: Gradients,
-    apart: bool,
+    others: Sequence[Any],
+    room: Room,
+    steps: Steps,
 ) -> list[Arguments]:
-    """The arguments that hold tensors, for each of the `Steps`; scratch: delta, totals, parts of dbias, and tops."""
-    delta, totals, partial, tops = scratch
-    assert delta is not None
+    """The arguments that hold tensors, for each of the `Steps`.
+
+    Others: out, lse, dout, dlse, delta, totals, parts of dbias.
+    """
+    out, lse, dout, dlse, delta, totals, partial = others
     packed = problem.packed
-    inputs, dout_matrix, delta_rows = _inputs(problem, tensors, tops), Matrix.of(dout, packed), Rows.of(delta, packed)
+    inputs, dout_matrix, delta_rows = (
+        _inputs(problem, tensors, room.scales),
+        Matrix.of(dout, packed),
+        Rows.of(delta, packed),
+    )
     dq, dk, dv = (Matrix.of(x, packed) for x in grads[:3])
     dbias = Matrix.maybe(grads.dbias)
     upstream = Upstream(dout_matrix, Rows.of(lse, packed), delta_rows)
     own_bias = dbias if _repeats_nothing(problem) else None
     totals_rows = None if totals is None else Rows.of(totals, packed)
     full_delta = delta_rows if totals_rows is None else totals_rows
+
+    def main(given: tuple[Inputs, Upstream], apart: bool) -> list[Arguments]:
+        key, value, query = (*given, dk, None if apart else dv), (*given, None, dv), (*given, dq, own_bias, totals_rows)
+        return [key, value, query]
+
+    before: list[Arguments] = [()] * 5
+    if room.scales is not None:
+        split = halves.split_operands(room, packed)
+        assert split.dout is not None
+        given = (inputs._replace(q=split.q, k=split.k, v=split.v), upstream._replace(dout=split.dout))
+        before = halves.arguments(inputs, dout_matrix, room, packed) + main(given, bool(steps.halves_value))
     return [
         (Matrix.of(out, packed), dout_matrix, None if dlse is None else Rows.of(dlse, packed), delta_rows),
-        (inputs, upstream, dk, None if apart else dv),
-        (inputs, upstream, None, dv),
-        (inputs, upstream, dq, own_bias, totals_rows),
+        *before,
+        *main((inputs, upstream), bool(steps.value)),
         (inputs, upstream._replace(delta=full_delta), dbias if partial is None else Matrix.of(partial)),
     ]
 
@@ -206,7 +270,9 @@ def backward_arguments(
 def _prepare_bias(problem: Problem, tensors: Tensors, wide: bool, gpu: Gpu | None) -> Prepared:
     assert problem.bias is not None
     batches, heads, rows = problem.bias
-    tiles, count, numbers, form = _launch(problem, tensors, "bias", wide, gpu)
+    tiles = config.choose(problem, "bias", gpu)
+    _, numbers, form = _launch(problem, tensors, "bias", wide, tiles)
+    count = _count(problem.len_q, tiles.q_tile)
     own_tiles, repeated = (1, count) if rows == 1 else (count, 1)
     counts = (problem.batch // batches, problem.heads // heads, repeated, _bias_parts(problem, gpu))
     repeats = Repeats(*map(encoded, counts))
@@ -241,9 +307,9 @@ def _sink_weights(sinks: Tensor | None, lse: Tensor) -> Tensor:
     return torch.where(lse == -torch.inf, 0, torch.exp(sinks.float()[:, None] - lse))
 
 
-def _sink_gradient(problem: Problem, weights: Tensor, delta: Tensor) -> Tensor:
+def _sink_gradients(weights: Tensor, totals: Tensor, packed: bool) -> Tensor:
     """The sink is one more key whose value is zero: dsink = P_sink * (0 - delta), over batch and queries."""
-    return -torch.where(weights == 0, 0, weights * delta).sum(-1 if problem.packed else (0, -1))
+    return -torch.where(weights == 0, 0, weights * totals).sum(-1 if packed else (0, -1))
 
 
 def _make_delta(totals: Tensor, delta: Tensor, dlse: Tensor | None, sink_weights: Tensor) -> None:
@@ -262,10 +328,9 @@ def _repeats_nothing(problem: Problem) -> bool:
 
 
 def _launch(
-    problem: Problem, tensors: Tensors, direction: Direction, wide: bool, gpu: Gpu | None
-) -> tuple[Tiles, int, Numbers, Form]:
-    """The tiles of one kernel, how many of them the longest sequence has, and what the kernel is told."""
-    tiles = config.choose(problem, direction, gpu)
+    problem: Problem, tensors: Tensors, direction: Direction, wide: bool, tiles: Tiles
+) -> tuple[int, Numbers, Form]:
+    """How many programs each sequence has in the launch of a kernel, and what the kernel is told."""
     if direction == "key_value":
         heads, count = problem.kv_heads, _count(problem.len_k, tiles.k_tile)
     else:
@@ -274,46 +339,17 @@ def _launch(
     if problem.packed:
         # Slack is cleared even where no sequence has a row.
         count = max(1, count)
-    return tiles, count, _numbers(problem, tensors, heads, count), _form(problem, tiles, wide)
+    return count * heads, _numbers(problem, tensors, heads, count), _form(problem, tiles, wide)
 
 
-def _wants_tops(groups: Sequence[Sequence[Prepared]]) -> bool:
-    return any(kernel.tiles.precision == config.FP16X3 for kernels in groups for kernel in kernels)
-
-
-def _room_for_tops(problem: Problem, groups: Sequence[Sequence[Prepared]]) -> Tensor | None:
-    if not _wants_tops(groups):
-        return None
-    return torch.empty((5, problem.batch, problem.kv_heads), dtype=torch.float32, device=problem.device)
-
-
-def tops_of(
-    problem: Problem,
-    tensors: Tensors,
-    groups: Sequence[Sequence[Prepared]],
-    dout: Tensor | None = None,
-    dlse: Tensor | None = None,
-) -> Tensor | None:
-    """The largest absolute values of q, k, v, dout and dlse, per batch and key/value head, NaN where there is one."""
-    tops = _room_for_tops(problem, groups)
-    if tops is not None:
-        for i, x in enumerate((*tensors[:3], dout, dlse)):
-            if x is None:
-                tops[i].zero_()
-            else:
-                grouped = x.unflatten(1, (problem.kv_heads, -1))
-                torch.linalg.vector_norm(grouped, torch.inf, tuple(range(2, grouped.dim())), out=tops[i])
-    return tops
-
-
-def _inputs(problem: Problem, tensors: Tensors, tops: Tensor | None) -> Inputs:
+def _inputs(problem: Problem, tensors: Tensors, scales: Tensor | None) -> Inputs:
     q, k, v, bias, mask, slopes, sinks, starts_q, starts_k = tensors
     packed = problem.packed
     qkv = (Matrix.of(q, packed), Matrix.of(k, packed), Matrix.of(v, packed))
     per_head = (_in_a_row(slopes), _in_a_row(sinks), _in_a_row(starts_q), _in_a_row(starts_k))
     lo, hi = limits_of(problem)
     softcap = None if problem.softcap is None else float(problem.softcap)
-    return Inputs(*qkv, Matrix.maybe(bias), Matrix.maybe(mask), *per_head, lo, hi, softcap, tops)
+    return Inputs(*qkv, Matrix.maybe(bias), Matrix.maybe(mask), *per_head, lo, hi, softcap, scales)
 
 
 def _in_a_row(x: Tensor | None) -> Tensor | None:
@@ -356,13 +392,18 @@ def _section(problem: Problem) -> int:
 
 
 def _form(problem: Problem, tiles: Tiles, wide: bool) -> Form:
-    d, dv = (problem.dim, padded(problem.dim), wide), (problem.dim_v, padded(problem.dim_v), wide)
+    halves = tiles.precision == config.FP16X3
+
+    def box(rows: int, columns: int) -> Any:
+        width = padded(columns)
+        return constant_box(Box(rows, columns, width, wide, min(PIECE, width) if halves else width))
+
     late = not problem.terms and not problem.sinks and problem.scale > 0
     return Form(
-        Q=constant_box(Box(tiles.q_tile, *d)),
-        K=constant_box(Box(tiles.k_tile, *d)),
-        V=constant_box(Box(tiles.k_tile, *dv)),
-        OUT=constant_box(Box(tiles.q_tile, *dv)),
+        Q=box(tiles.q_tile, problem.dim),
+        K=box(tiles.k_tile, problem.dim),
+        V=box(tiles.k_tile, problem.dim_v),
+        OUT=box(tiles.q_tile, problem.dim_v),
         GROUP=problem.group,
         BOTTOM_RIGHT=problem.align == "bottom-right",
         LATE=late,

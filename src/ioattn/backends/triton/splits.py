@@ -37,9 +37,6 @@ class CacheTiles(NamedTuple):
         return Tiles(*self[:5])
 
 
-APART = "tf32x3 apart"
-"""Of float32 products, see `kernels.products`."""
-
 INTERPRETER = CacheTiles(16, 32, 4, 1)
 """For Triton's interpreter: small, so that small cases cross many tiles."""
 
@@ -53,23 +50,31 @@ MAX_PIECES = 256
 """The most pieces that the heuristic takes."""
 
 LARGE = CacheTiles(16, 128, 8, 3, beside=1)
-"""Where there is a head for every processor. On an H200, D 128, GQA 32/8: 4.35 TB/s of K and V at B16 N8192, with 64
-keys 4.12."""
+"""Where there is a head for every processor. On an H200, D 128, GQA 32/8: 4.32 TB/s of K and V at B16 N8192, with a
+stage more 4.27, with 64 keys and 6 stages 4.21."""
 
 SEVERAL = LARGE._replace(turned=True)
-"""8 tokens at B16 N8192: 3.88 TB/s, 3.80 not turned, 3.59 with 64 keys."""
+"""8 tokens at B16 N8192: 3.97 TB/s, not turned 0.98 of that, with 64 keys 0.92."""
+
+SHORT_PAGES = CacheTiles(16, 128, 8, 4, beside=1)
+"""One head for each processor, in pages shorter than a tile: B16 N8192 in pages of 16 at 4.07 TB/s, 3.80 with 64 keys
+in 2 pieces, 3.24 with 64 keys in one: 4 warps make the addresses of a tile too slowly."""
+
+MANY_SHORT_PAGES = CacheTiles(16, 64, 4, 4)
+"""Two heads and more for each: B64 N4096 at 4.29 TB/s, 4.11 with 128 keys. Two programs per processor, not three: 512
+heads on 132 processors then end more evenly."""
 
 SMALL = {
     (2, 64): CacheTiles(16, 128, 4, 3),
     (2, 128): CacheTiles(16, 64, 4, 3),
     (2, 256): CacheTiles(16, 32, 4, 3),
-    (4, 64): CacheTiles(16, 64, 4, 3, APART),
-    (4, 128): CacheTiles(16, 32, 4, 3, APART),
-    (4, 256): CacheTiles(16, 16, 4, 3, APART),
+    (4, 64): CacheTiles(16, 64, 4, 3, "tf32x3"),
+    (4, 128): CacheTiles(16, 32, 4, 3, "tf32x3"),
+    (4, 256): CacheTiles(16, 16, 4, 3, "tf32x3"),
 }
 """By element size and width, the larger one of D and Dv padded to a power of two: 32 KiB of K and V per stage. At D 128
-on an H200 4.22 TB/s at B1 N131072 in 32 pieces, and 13.9 us at B1 N8192, where 128 keys take 15.1. In float32, whose
-products wait for each other, 3.25 TB/s."""
+on an H200 4.17 TB/s at B1 N131072 in 32 pieces. In float32 3.32 TB/s at B16 N8192; the three products of TF32 side by
+side, each from zero as float32 needs it, 3.32, and where they go on in the tensor cores 3.84 with an error of 1e-5."""
 
 
 def choose(problem: Problem, gpu: Gpu | None) -> CacheTiles:
@@ -79,21 +84,28 @@ def choose(problem: Problem, gpu: Gpu | None) -> CacheTiles:
     if gpu is None:
         return INTERPRETER._replace(q_tile=min(MAX_ROWS, padded(rows)))
     width = max(64, padded(problem.dim), padded(problem.dim_v))
-    tiles = SMALL[size, width]
-    heads = problem.batch * problem.kv_heads * count(rows, MAX_ROWS)
-    if size == 2 and width == 128 and heads >= 0.9 * gpu.processors:
-        if problem.cache.page is None or problem.cache.page >= 64:
-            tiles = SEVERAL if problem.len_q > 1 and gpu.family == "wgmma" else LARGE
-        elif heads >= 1.8 * gpu.processors:
-            # A tile of more keys in short pages takes many addresses. Two programs per processor, not three: 512 heads
-            # on 132 processors then end more evenly, at 4.23 TB/s instead of 3.54.
-            tiles = tiles._replace(num_stages=4)
+    tiles = tiles_of_halves(problem, rows, gpu) if (size, width) == (2, 128) else SMALL[size, width]
     tiles = tiles._replace(q_tile=max(tiles.q_tile, min(MAX_ROWS, 1 << (rows - 1).bit_length())))
     while shared_bytes(problem, tiles) > gpu.shared_memory and tiles.num_stages > 1:
         tiles = tiles._replace(num_stages=tiles.num_stages - 1)
     while shared_bytes(problem, tiles) > gpu.shared_memory and tiles.k_tile > 16:
         tiles = tiles._replace(k_tile=tiles.k_tile // 2, num_warps=4, turned=False)
     return tiles
+
+
+def tiles_of_halves(problem: Problem, rows: int, gpu: Gpu) -> CacheTiles:
+    """Those of 16 bits at D 128, by how many heads and tiles there are for each processor, and by the pages."""
+    assert problem.cache is not None
+    small = SMALL[2, 128]
+    heads = problem.batch * problem.kv_heads * count(rows, MAX_ROWS)
+    share = heads / gpu.processors
+    if problem.cache.page is not None and problem.cache.page < 64:
+        if share >= 1.8:
+            return MANY_SHORT_PAGES
+        return SHORT_PAGES if 0.9 <= share <= 1 and rows <= 16 else small
+    if share >= 0.9:
+        return SEVERAL if problem.len_q > 1 and gpu.family == "wgmma" else LARGE
+    return small
 
 
 def shared_bytes(problem: Problem, tiles: CacheTiles) -> int:

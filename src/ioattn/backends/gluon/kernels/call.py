@@ -22,7 +22,7 @@ class Layouts:
     copy: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, keys, dim_v):
+    def __init__(self, keys, dim_v, out_parts):
         scores = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, keys, 16])
         acc = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, dim_v, 16])
         self.scores = gl.constexpr(scores)
@@ -31,7 +31,7 @@ class Layouts:
         self.row = gl.constexpr(gl.SliceLayout(1, scores))
         self.acc_row = gl.constexpr(gl.SliceLayout(1, acc))
         self.acc_col = gl.constexpr(gl.SliceLayout(0, acc))
-        lanes = min(32, dim_v // 8)
+        lanes = min(32, dim_v // out_parts // 8)
         self.copy = gl.constexpr(gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0]))
 
 
@@ -164,5 +164,5 @@ class Call:
         self.memory = memory
         self.out_tiles = out_tiles
         self.kv_group = kv_group
-        self.layouts = Layouts(config.keys, config.dim_v)
+        self.layouts = Layouts(config.keys, config.dim_v, config.out_parts)
         self.config = gl.constexpr(config)

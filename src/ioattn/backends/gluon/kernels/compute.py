@@ -77,13 +77,10 @@ def attend(call, tile, post, q_place, place, turn, GROUP: gl.constexpr):
     if config.has_lo:
         for n in range(keys.full - keys.first):
             state = step_alone(call, tile, q_tile, rows, keys.full - 1 - n, state, GROUP)
-    if config.has_lo and not config.share_out:
+    if config.has_lo:
         call.queries.release(q_place)
     place, turn = let_pass(call, state.place, state.turn, keys.first - block_keys.first, GROUP)
     finish(call, post, state, row, GROUP)
-    if config.share_out:
-        tma.store_wait(0)
-        call.queries.release(q_place)
     return place, turn
 
 
@@ -93,7 +90,7 @@ def pipeline(call, tile, q_tile, q_place, rows, keys, top, state, GROUP: gl.cons
 
     Where no masked blocks follow, the queries are given back before the last product with V.
     """
-    early: gl.constexpr = not (call.config.share_out or call.config.has_lo)
+    early: gl.constexpr = not call.config.has_lo
     if top > keys.full:
         state, weights = begin(call, tile, q_tile, rows, top - 1, state, GROUP)
         for n in range(top - 1 - keys.full):

@@ -56,10 +56,8 @@ def forward(
     GROUPS: gl.constexpr = config.groups
     queries = ring(q_desc, GROUPS, 1)
     rings = (queries, ring(k_desc, config.stages, GROUPS), ring(v_desc, config.stages, GROUPS))
-    if config.share_out:
-        out_tiles = queries.buffers
-    else:
-        out_tiles = gl.allocate_shared_memory(out_desc.dtype, [GROUPS, 1, 1, GROUP_ROWS, config.dim_v], out_desc.layout)
+    PART: gl.constexpr = config.dim_v // config.out_parts
+    out_tiles = gl.allocate_shared_memory(out_desc.dtype, [GROUPS, 1, 1, GROUP_ROWS, PART], out_desc.layout)
     call = Call(
         rings,
         barriers(1, 1),

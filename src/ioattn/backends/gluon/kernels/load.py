@@ -77,26 +77,21 @@ def load_queries(call, tile, q_round, q_desc):
 def load_once(call, tile, q_round, place, q_desc, k_desc, v_desc):
     """Load the queries and the blocks of K and V that the tile's rows see, from the last to the first.
 
-    With `keys_first` the first block of K goes before the queries, whose buffers may be in use for longer.
+    The first block of K goes before the queries, whose buffers may be in use for longer.
     """
     KEYS: gl.constexpr = call.config.keys
     TILE_ROWS: gl.constexpr = GROUP_ROWS * call.config.groups
     keys = call.band.blocks(tile, tile.q_start, TILE_ROWS, KEYS)
     kv_head = tile.head // call.kv_group
-    first = gl.to_tensor(0)
-    if call.config.keys_first:
-        coord = [tile.batch, kv_head, tile.k_offset + (keys.last - 1) * KEYS, 0]
-        some = keys.last > keys.first
-        if some:
-            call.keys.fill(place, k_desc, coord)
-        load_queries(call, tile, q_round, q_desc)
-        if some:
-            call.values.fill(place, v_desc, coord)
-            place = place.next()
-        first = some.to(gl.int32)
-    else:
-        load_queries(call, tile, q_round, q_desc)
-    for step in range(first, keys.last - keys.first):
+    coord = [tile.batch, kv_head, tile.k_offset + (keys.last - 1) * KEYS, 0]
+    some = keys.last > keys.first
+    if some:
+        call.keys.fill(place, k_desc, coord)
+    load_queries(call, tile, q_round, q_desc)
+    if some:
+        call.values.fill(place, v_desc, coord)
+        place = place.next()
+    for step in range(some.to(gl.int32), keys.last - keys.first):
         coord = [tile.batch, kv_head, tile.k_offset + (keys.last - 1 - step) * KEYS, 0]
         call.keys.fill(place, k_desc, coord)
         call.values.fill(place, v_desc, coord)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ioattn.backends.triton.kernels.products import multiply, only_finite, scales_of, unscaled
+from ioattn.backends.triton.kernels.products import add_product, belongs_to_others, multiply, only_finite, scales_of
 from ioattn.backends.triton.kernels.tiles import (
     EDGE,
     FULL,
@@ -34,9 +34,11 @@ from ioattn.backends.triton.kernels.tiles import (
     query_ranges,
     rounded,
     row_at,
+    score_scale,
     sequence_of,
     store_tile,
     weights_of,
+    zeros_for,
 )
 
 
@@ -66,7 +68,10 @@ def key_value_kernel(inputs, upstream, dk, dv, numbers, form: tl.constexpr, step
     numbers = decoded(numbers)
     batch, kv_head, tile = place(numbers, False)
     seq = sequence_of(batch, inputs, numbers, form)
-    scales = scales_of(inputs, seq.batch, kv_head, numbers, numbers.heads, form)
+    if inputs.scales is not None:
+        if belongs_to_others(inputs, seq.batch, kv_head, numbers.heads, numbers, form):
+            return
+    scales = scales_of(inputs, seq.batch, kv_head, numbers.heads, form)
     task = Task(inputs, numbers, kv_head * form.GROUP, seq, scales)
     if inputs.starts_q is not None and batch == numbers.batch:
         if dk is not None:
@@ -95,7 +100,7 @@ def key_value_kernel(inputs, upstream, dk, dv, numbers, form: tl.constexpr, step
 @device
 def sum_for(matrix, box: tl.constexpr):
     """Zeros for the sum of a tile, or for nothing."""
-    return tl.zeros((1, 1), tl.float32) if matrix is None else tl.zeros((box.ROWS, box.WIDTH), tl.float32)
+    return () if matrix is None else zeros_for(box)
 
 
 @device
@@ -104,12 +109,10 @@ def store_keys(dk_tile, dv_tile, dk, dv, kv_head, k_start, task, form: tl.conste
     seq = task.seq
     if dk is not None:
         first = row_at(dk, seq.batch, kv_head, seq.start_k)
-        dk_tile *= task.numbers.scale * unscaled(task.scales.dscores, task.scales.q)
-        store_tile(dk_tile, dk, first, k_start, seq.len_k, form.K)
+        store_tile(dk_tile, task.numbers.scale * task.scales.q, dk, first, k_start, seq.len_k, form.K)
     if dv is not None:
         first = row_at(dv, seq.batch, kv_head, seq.start_k)
-        dv_tile *= unscaled(task.scales.weights, task.scales.dout)
-        store_tile(dv_tile, dv, first, k_start, seq.len_k, form.V)
+        store_tile(dv_tile, task.scales.dout, dv, first, k_start, seq.len_k, form.V)
 
 
 @device
@@ -132,21 +135,18 @@ def add_queries(
     operands = operands_at(row, col, task)
     mask = mask_at(row, col, task)
     distance = distance_at(row, col, task)
-    scales = task.scales
-    product = multiply(keys.k, scales.k, queries.q, scales.q, None, form, KIND, True, False)
+    product = multiply(keys.k, queries.q, form)
     weights = weights_of(product, distance, operands, queries.lse[None, :], task, form, step)
     margin = margin_at(row, col, mask, task, KIND)
     # Where a row's lse is NaN, exp has not made the hidden weights zero.
     weights = keep(margin, weights, 0.0)
     if dv is not None:
-        dout = only_finite(queries.dout, KIND)
-        dv_tile = multiply(weights, scales.weights, dout, scales.dout, dv_tile, form, KIND, False, False)
+        dv_tile = add_product(dv_tile, weights, only_finite(queries.dout, KIND), form)
     if dk is not None:
-        dweights = multiply(keys.v, scales.v, queries.dout, scales.dout, None, form, KIND, True, False)
+        dweights = multiply(keys.v, queries.dout, form) * (task.scales.v * task.scales.dout)
         dscores = keep(margin, weights * (dweights - queries.delta[None, :]), 0.0)
-        dproduct = dstep(dscores, product * task.numbers.scale, distance, operands)
-        q = only_finite(queries.q, KIND)
-        dk_tile = multiply(dproduct, scales.dscores, q, scales.q, dk_tile, form, KIND, False, True)
+        dproduct = dstep(dscores, product * score_scale(task), distance, operands)
+        dk_tile = add_product(dk_tile, dproduct, only_finite(queries.q, KIND), form)
     return dk_tile, dv_tile
 
 
@@ -161,7 +161,10 @@ def query_kernel(
     numbers = decoded(numbers)
     batch, head, tile = place(numbers, inputs.hi is not None)
     seq = sequence_of(batch, inputs, numbers, form)
-    scales = scales_of(inputs, seq.batch, head // form.GROUP, numbers, numbers.heads // form.GROUP, form)
+    if inputs.scales is not None:
+        if belongs_to_others(inputs, seq.batch, head // form.GROUP, numbers.heads // form.GROUP, numbers, form):
+            return
+    scales = scales_of(inputs, seq.batch, head // form.GROUP, numbers.heads // form.GROUP, form)
     task = Task(inputs, numbers, head, seq, scales)
     if inputs.starts_q is not None and batch == numbers.batch:
         clear_slack(dq, seq.start_q, numbers.rows_q, head, tile, numbers, form.Q)
@@ -170,7 +173,7 @@ def query_kernel(
     if q_start >= seq.len_q:
         return
     queries = load_seeing_queries(task, upstream, q_start, form)
-    dq_tile = tl.zeros((form.Q.ROWS, form.Q.WIDTH), tl.float32)
+    dq_tile = zeros_for(form.Q)
     total = tl.zeros((form.Q.ROWS,), tl.float32)
     ranges = key_ranges(q_start, task, form)
     for k_start in range(ranges.full_start, ranges.full_end, form.K.ROWS):
@@ -179,8 +182,9 @@ def query_kernel(
     for edge in range(ranges.edges):
         keys = load_keys(task, edge_start(edge, ranges, form.K.ROWS), form, EDGE)
         dq_tile, total = add_keys(dq_tile, total, queries, keys, task, dbias, totals, form, step, dstep, EDGE)
-    dq_tile *= numbers.scale * unscaled(scales.dscores, scales.k)
-    store_tile(dq_tile, dq, row_at(dq, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q)
+    store_tile(
+        dq_tile, numbers.scale * scales.k, dq, row_at(dq, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q
+    )
     if totals is not None:
         row = q_start + tl.arange(0, form.Q.ROWS)
         pointers = row_at(totals, seq.batch, head, seq.start_q + row.to(tl.int64))
@@ -207,8 +211,7 @@ def add_keys(
     operands = operands_at(row, col, task)
     mask = mask_at(row, col, task)
     distance = distance_at(row, col, task)
-    scales = task.scales
-    product = multiply(queries.q, scales.q, keys.k, scales.k, None, form, KIND, True, False)
+    product = multiply(queries.q, keys.k, form)
     dscores = dscores_of(product, distance, operands, queries, keys, task, form, step, KIND)
     dscores = keep(margin_at(row, col, mask, task, KIND), dscores, 0.0)
     if dbias is not None:
@@ -217,9 +220,8 @@ def add_keys(
         tl.store(pointers, rounded(dscores, dbias.ptr.dtype.element_ty), mask=exists)
     if totals is not None:
         total += tl.sum(dscores, 1)
-    dproduct = dstep(dscores, product * task.numbers.scale, distance, operands)
-    k = only_finite(keys.k, KIND)
-    return multiply(dproduct, scales.dscores, k, scales.k, dq_tile, form, KIND, False, True), total
+    dproduct = dstep(dscores, product * score_scale(task), distance, operands)
+    return add_product(dq_tile, dproduct, only_finite(keys.k, KIND), form), total
 
 
 @device
@@ -228,7 +230,7 @@ def dscores_of(
 ):
     """The gradient of the finished scores of a tile, [Q, K], before the mask."""
     weights = weights_of(product, distance, operands, queries.lse[:, None], task, form, step)
-    dweights = multiply(queries.dout, task.scales.dout, keys.v, task.scales.v, None, form, KIND, True, False)
+    dweights = multiply(queries.dout, keys.v, form) * (task.scales.v * task.scales.dout)
     return weights * (dweights - queries.delta[:, None])
 
 
@@ -258,7 +260,7 @@ def bias_kernel(
     part = own // own_heads // own_batches
     count = repeated_batches * repeated_heads * repeated_tiles
     total = tl.zeros((form.Q.ROWS, form.K.ROWS), tl.float32)
-    scales = scales_of(inputs, 0, 0, numbers, numbers.heads, form)
+    scales = scales_of(inputs, 0, 0, numbers.heads, form)
     for at in range(count * part // parts, count * (part + 1) // parts):
         head = own_head + at // repeated_tiles % repeated_heads
         batch = own_batch + at // repeated_tiles // repeated_heads
@@ -289,6 +291,6 @@ def dscores_at(queries, keys, task, form: tl.constexpr, step: tl.constexpr):
     col = (keys.start + tl.arange(0, form.K.ROWS))[None, :]
     operands = operands_at(row, col, task)
     mask = mask_at(row, col, task)
-    product = multiply(queries.q, task.scales.q, keys.k, task.scales.k, None, form, EDGE, True, False)
+    product = multiply(queries.q, keys.k, form)
     dscores = dscores_of(product, distance_at(row, col, task), operands, queries, keys, task, form, step, EDGE)
     return keep(margin_at(row, col, mask, task, EDGE), dscores, 0.0)

@@ -1,8 +1,8 @@
 """Decoding: a program walks over one piece of the keys of one key/value head, for all queries that read them.
 
 Reads like `eager.decode`. A tile of scores is [rows, keys], or turned around, [keys, rows], where tensor cores take
-at least 64 rows of a first operand: keys are many, and K and V then never pass through registers.
- The query heads of a group, times the new tokens, are the rows of one tile, so that K and V
+at least 64 rows of a first operand: keys are many, and K and V then never pass through registers. The
+query heads of a group, times the new tokens, are the rows of one tile, so that K and V
 are read once. A row of the tile is `token * GROUP + member`. Pieces leave normalised partial outputs and their LSE in
 float32; `combine_kernel` is `merge.merge`, with the sink as one more piece.
 """

@@ -9,7 +9,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ioattn.backends.triton.kernels.products import multiply, only_finite, scales_of, unscaled
+from ioattn.backends.triton.kernels.products import (
+    FP16X3,
+    add_halves,
+    belongs_to_others,
+    dot,
+    multiply,
+    only_finite,
+    scales_of,
+)
 from ioattn.backends.triton.kernels.tiles import (
     EDGE,
     FULL,
@@ -30,10 +38,16 @@ from ioattn.backends.triton.kernels.tiles import (
     operands_at,
     or_zero,
     place,
+    rounded,
     row_at,
+    score_scale,
     sequence_of,
     store_tile,
+    zeros_for,
 )
+
+LARGEST = tl.constexpr(32768.0)
+"""What scales weights, which are at most 1, before they are split into halves."""
 
 
 @triton.jit
@@ -42,7 +56,10 @@ def forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.const
     numbers = decoded(numbers)
     batch, head, tile = place(numbers, inputs.hi is not None)
     seq = sequence_of(batch, inputs, numbers, form)
-    scales = scales_of(inputs, seq.batch, head // form.GROUP, numbers, numbers.heads // form.GROUP, form)
+    if inputs.scales is not None:
+        if belongs_to_others(inputs, seq.batch, head // form.GROUP, numbers.heads // form.GROUP, numbers, form):
+            return
+    scales = scales_of(inputs, seq.batch, head // form.GROUP, numbers.heads // form.GROUP, form)
     task = Task(inputs, numbers, head, seq, scales)
     if inputs.starts_q is not None and batch == numbers.batch:
         clear_slack(out, seq.start_q, numbers.rows_q, head, tile, numbers, form.OUT)
@@ -54,7 +71,7 @@ def forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.const
     q_tile = load_q(task, q_start, form, EDGE)
     ranges = key_ranges(q_start, task, form)
     row_max, row_sum = sink_or_nothing(task, form)
-    acc = tl.zeros((form.OUT.ROWS, form.OUT.WIDTH), tl.float32)
+    acc = zeros_for(form.OUT)
     for k_start in range(ranges.full_start, ranges.full_end, form.K.ROWS):
         row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, q_start, k_start, task, form, step, FULL)
     for edge in range(ranges.edges):
@@ -68,11 +85,12 @@ def store_results(row_max, row_sum, acc, out, lse, q_start, task, form: tl.const
     """Divide by the sum of the weights and write `out` and `lse`."""
     seq = task.seq
     # A row that saw no key has row_sum 0 (or only its sink's 1) and acc 0: out 0.
-    acc = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
-    acc *= unscaled(task.scales.weights, task.scales.v)
-    store_tile(acc, out, row_at(out, seq.batch, task.head, seq.start_q), q_start, seq.len_q, form.OUT)
+    factor = 1.0 / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
+    if form.PRECISION == FP16X3:
+        factor *= task.scales.v * (1.0 / LARGEST)
+    store_tile(acc, factor, out, row_at(out, seq.batch, task.head, seq.start_q), q_start, seq.len_q, form.OUT)
     if form.LATE:
-        row_max *= task.numbers.scale
+        row_max *= score_scale(task)
     row = q_start + tl.arange(0, form.Q.ROWS)
     pointers = row_at(lse, seq.batch, task.head, seq.start_q) + row.to(tl.int64) * lse.row
     tl.store(pointers, row_max + tl.log(row_sum), mask=row < seq.len_q)
@@ -88,13 +106,12 @@ def attend(
     col = (k_start + tl.arange(0, form.K.ROWS))[None, :]
     operands = operands_at(row, col, task)
     mask = mask_at(row, col, task)
-    scales = task.scales
-    scores = multiply(q_tile, scales.q, keys.k, scales.k, None, form, KIND, True, False)
+    scores = multiply(q_tile, keys.k, form)
     factor = LOG2E
     if form.LATE:
-        factor = task.numbers.scale * LOG2E
+        factor = score_scale(task) * LOG2E
     else:
-        scores = step(scores * task.numbers.scale, distance_at(row, col, task), operands)
+        scores = step(scores * score_scale(task), distance_at(row, col, task), operands)
     scores = keep(margin_at(row, col, mask, task, KIND), scores, -INF)
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     shift = or_zero(new_max)
@@ -104,8 +121,11 @@ def attend(
         weights = tl.exp2((scores - shift[:, None]) * factor)
     rescale = tl.exp2((row_max - shift) * factor)
     row_sum = rescale * row_sum + tl.sum(weights, 1)
-    v_tile = only_finite(keys.v, KIND)
-    acc = multiply(weights, scales.weights, v_tile, scales.v, rescale[:, None] * acc, form, KIND, False, False)
+    if form.PRECISION == FP16X3:
+        acc = add_halves(acc, rescale[:, None], weights * LARGEST, keys.v, 1.0, form)
+    else:
+        v_tile = only_finite(keys.v, KIND)
+        acc = (dot(rounded(weights, v_tile.dtype), v_tile, rescale[:, None] * acc[0], form),)
     return new_max, row_sum, acc
 
 

@@ -6,100 +6,106 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from ioattn.backends.triton.kernels.tiles import EXACT, FULL, INF, INTERPRETED, device, rounded
+from ioattn.backends.triton.kernels.tiles import EXACT, INF, INTERPRETED, device, rounded
 
 FP16X3 = tl.constexpr("fp16x3")
 
-TF32_APART = tl.constexpr("tf32x3 apart")
-"""As "tf32x3", three products of TF32 parts, but added up apart: a third of the steps that wait for each other."""
-
 
 class Scales(NamedTuple):
-    """Powers of two that bring the largest value of an operand below 2^15; see `multiply`."""
+    """What undoes the powers of two that halves were scaled with: see `halves.py`. 1 where there are none."""
 
     q: Any
     k: Any
     v: Any
     dout: Any
-    weights: Any
-    dscores: Any
 
 
 @device
-def scales_of(inputs, batch, kv_head, numbers, kv_heads, form: tl.constexpr):
-    """The scales of one key/value head and the query heads that share it; 1 where there is no use for them."""
+def scales_of(inputs, batch, kv_head, kv_heads, form: tl.constexpr):
+    """The scales of one key/value head and the query heads that share it."""
     q = 1.0
     k = 1.0
     v = 1.0
     dout = 1.0
-    weights = 1.0
-    dscores = 1.0
     if form.PRECISION == FP16X3:
-        plane = numbers.batch * kv_heads
-        tops = inputs.tops + batch * kv_heads + kv_head
-        top_v = tl.load(tops + 2 * plane)
-        top_dout = tl.load(tops + 3 * plane)
-        q = scale_of(tl.load(tops))
-        k = scale_of(tl.load(tops + plane))
-        v = scale_of(top_v)
-        dout = scale_of(top_dout)
-        weights = 32768.0
-        # |dP| and |delta| are both at most Dv max|dO| max|V|, but for dLSE.
-        dscores = scale_of(2.0 * form.V.COLUMNS * top_dout * top_v + tl.load(tops + 4 * plane))
-    return Scales(q, k, v, dout, weights, dscores)
+        at = inputs.scales + (batch * kv_heads + kv_head) * 4
+        q = tl.load(at)
+        k = tl.load(at + 1)
+        v = tl.load(at + 2)
+        dout = tl.load(at + 3)
+    return Scales(q, k, v, dout)
 
 
 @device
-def scale_of(top):
-    """The power of two that brings `top` to between 2^14 and 2^15; NaN where it is not finite."""
-    exponent = (top.to(tl.int32, bitcast=True) >> 23) - 127
-    scale = (tl.minimum(tl.maximum(14 - exponent, -100), 100) + 127 << 23).to(tl.float32, bitcast=True)
-    return tl.where(top < INF, scale, float("nan"))
+def belongs_to_others(inputs, batch, kv_head, kv_heads, numbers, form: tl.constexpr):
+    """Whether this head is computed by the kernel with the other products: in halves where they are accurate."""
+    at = inputs.scales + (batch * kv_heads + kv_head) * 4
+    # What was scaled is below 2^15: D |scale| max|Q| max|K| is below 2^17. What does not fit has a scale of NaN.
+    fits = form.Q.COLUMNS * tl.abs(numbers.scale) * (tl.load(at) * tl.load(at + 1)) < 1.0 / 8192
+    dweights = tl.load(at + 2) * tl.load(at + 3)
+    fits = fits & (dweights > 1e-36) & (dweights < 1e30)
+    return fits != (form.PRECISION == FP16X3)
 
 
 @device
-def multiply(
-    a, a_scale, b, b_scale, acc, form: tl.constexpr, KIND: tl.constexpr, TRANSPOSED: tl.constexpr, WIDE: tl.constexpr
-):
-    """a @ b, or a @ b^T, added to acc where there is one, in float32.
+def multiply(a, b, form: tl.constexpr):
+    """a @ b^T, of two operands that were loaded.
 
-    With "fp16x3" operands are scaled by powers of two and split into two halves of 11 bits, x = hi + lo, of which lo lo
-    is left out: float32's accuracy at half of the products of "bf16x6", but for values below 2^-17 of the largest one,
-    whose error is 2^-40 of that one; in a WIDE operand a, 2^-28 and 2^-51. Sums stay scaled where they go on, in acc.
-    Edges take bf16x6, so that what is hidden cannot cost what is visible its digits; what is not finite makes
-    everything NaN, and is the business of `repair.py`.
+    Of halves three products are summed, the small ones first. Tensor cores cut off what does not fit in their sums, and
+    only what follows the first large product costs digits that count; the sums of pieces are added outside of them.
     """
-    if form.PRECISION != FP16X3:
-        product = dot(rounded(a, b.dtype), tl.trans(b) if TRANSPOSED else b, acc, form)
-    elif KIND != FULL:
-        product = dot(a * a_scale, tl.trans(b * b_scale) if TRANSPOSED else b * b_scale, acc, form)
+    if form.PRECISION == FP16X3:
+        product = None
+        for piece in tl.static_range(len(a.high)):
+            product = dot(a.high[piece], tl.trans(b.low[piece]), product, form)
+            product = dot(a.low[piece], tl.trans(b.high[piece]), product, form)
+        product = dot(a.high[0], tl.trans(b.high[0]), product, form)
+        for piece in tl.static_range(1, len(a.high)):
+            product += dot(a.high[piece], tl.trans(b.high[piece]), None, form)
     else:
-        a = a * a_scale
-        b = b * b_scale
-        a_high = a.to(tl.float16)
-        b_high = b.to(tl.float16)
-        a_low = a - a_high.to(tl.float32)
-        b_low = (b - b_high.to(tl.float32)).to(tl.float16)
-        b_near = b_high
-        if WIDE:
-            a_low *= 2048.0
-            b_near = (b_high.to(tl.float32) * (1.0 / 2048.0)).to(tl.float16)
-        if TRANSPOSED:
-            b_high = tl.trans(b_high)
-            b_low = tl.trans(b_low)
-            b_near = tl.trans(b_near)
-        product = tl.dot(a_high, b_low, acc)
-        product = tl.dot(a_low.to(tl.float16), b_near, product)
-        product = tl.dot(a_high, b_high, product)
-    if form.PRECISION == FP16X3 and acc is None:
-        product *= unscaled(a_scale, b_scale)
+        product = dot(a, tl.trans(b), None, form)
     return product
 
 
 @device
-def unscaled(a_scale, b_scale):
-    """What undoes two scales."""
-    return (1.0 / a_scale) * (1.0 / b_scale)
+def add_product(acc, weights, values, form: tl.constexpr):
+    """acc + weights @ values, of weights that were computed; halves of them are scaled row by row."""
+    if form.PRECISION == FP16X3:
+        exponent = exponent_of(tl.max(tl.abs(weights), 1))
+        weights = weights * power_of_two(14 - exponent)[:, None]
+        acc = add_halves(acc, 1.0, weights, values, power_of_two(exponent - 14)[:, None], form)
+    else:
+        acc = (dot(rounded(weights, values.dtype), values, acc[0], form),)
+    return acc
+
+
+@device
+def add_halves(acc, acc_factor, weights, values, factor, form: tl.constexpr):
+    """acc_factor * acc + factor * (weights @ values), of weights below 2^15 that were computed.
+
+    Added outside of the tensor cores, which do not round to nearest.
+    """
+    high = weights.to(tl.float16)
+    low = (weights - high.to(tl.float32)).to(tl.float16)
+    sums = ()
+    for piece in tl.static_range(len(acc)):
+        product = dot(high, values.low[piece], None, form)
+        product = dot(low, values.high[piece], product, form)
+        product = dot(high, values.high[piece], product, form)
+        sums += (acc_factor * acc[piece] + product * factor,)
+    return sums
+
+
+@device
+def exponent_of(top):
+    """The exponent of a number >= 0; not less than what 2^14 can be divided by."""
+    return tl.maximum((top.to(tl.int32, bitcast=True) >> 23) - 127, -112)
+
+
+@device
+def power_of_two(exponent):
+    """2 to an integer power from -126 to 127."""
+    return (exponent + 127 << 23).to(tl.float32, bitcast=True)
 
 
 @device
@@ -114,45 +120,10 @@ def dot(a, b, acc, form: tl.constexpr):
         if acc is not None:
             product += acc
     elif form.PRECISION == FP16X3:
-        product = tl.dot(a, b, acc, input_precision="bf16x6")
-    elif form.PRECISION == TF32_APART:
-        product = dot_of_parts(a, b, acc)
+        product = tl.dot(a, b, acc)
     else:
         product = tl.dot(a, b, acc, input_precision=form.PRECISION)
     return product
-
-
-@device
-def dot_of_parts(a, b, acc):
-    """a @ b, added to acc where there is one, of float32 in parts x = high + low of 11 bits; low low is left out.
-
-    `less` is -low: sums are subtracted, as the compiler makes one chain of steps of products that are added up. NaN
-    among them comes of an infinity, whose low part is inf - inf.
-    """
-    a_high = high_part(a)
-    b_high = high_part(b)
-    product = tl.dot(a_high, b_high, acc, input_precision="tf32")
-    less_a = or_no_number(tl.dot(less_part(a, a_high), b_high, input_precision="tf32"))
-    less_b = or_no_number(tl.dot(a_high, less_part(b, b_high), input_precision="tf32"))
-    return product - less_a - less_b
-
-
-@device
-def high_part(x):
-    """x without the bits that TF32 has no room for."""
-    return (x.to(tl.int32, bitcast=True) & -0x2000).to(tl.float32, bitcast=True)
-
-
-@device
-def less_part(x, high):
-    """What `high_part` left away, with the other sign, to be cut by a TF32 product: rounded to nearest."""
-    return ((high - x).to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True)
-
-
-@device
-def or_no_number(x):
-    """NaN becomes 0."""
-    return tl.where(x == x, x, 0.0)
 
 
 @device

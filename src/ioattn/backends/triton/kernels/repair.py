@@ -36,6 +36,7 @@ from ioattn.backends.triton.kernels.tiles import (
     row_at,
     sequence_of,
     store_tile,
+    zeros_for,
 )
 
 
@@ -59,7 +60,7 @@ def repair_forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: t
     numbers = decoded(numbers)
     batch, head, tile = place(numbers, inputs.hi is not None)
     seq = sequence_of(batch, inputs, numbers, form)
-    scales = scales_of(inputs, seq.batch, head // form.GROUP, numbers, numbers.heads // form.GROUP, form)
+    scales = scales_of(inputs, seq.batch, head // form.GROUP, numbers.heads // form.GROUP, form)
     task = Task(inputs, numbers, head, seq, scales)
     q_start = tile * form.Q.ROWS
     if q_start >= seq.len_q:
@@ -69,7 +70,7 @@ def repair_forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: t
     q_tile = load_q(task, q_start, form, EDGE)
     ranges = every_tile(key_ranges(q_start, task, form), form.K.ROWS)
     row_max, row_sum = sink_or_nothing(task, form)
-    acc = tl.zeros((form.OUT.ROWS, form.OUT.WIDTH), tl.float32)
+    acc = zeros_for(form.OUT)
     for edge in range(ranges.edges):
         k_start = edge_start(edge, ranges, form.K.ROWS)
         row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, q_start, k_start, task, form, step, EXACT)
@@ -84,7 +85,8 @@ def add_special_values(acc, q_start, keys, task, form: tl.constexpr):
     """Add what is infinite or NaN in one tile of V, where it is visible."""
     row = (q_start + tl.arange(0, form.Q.ROWS))[:, None]
     col = (keys.start + tl.arange(0, form.K.ROWS))[None, :]
-    return add_special(acc, margin_at(row, col, mask_at(row, col, task), task, EXACT) >= 0, keys.v, form, False)
+    visible = margin_at(row, col, mask_at(row, col, task), task, EXACT) >= 0
+    return (add_special(acc[0], visible, keys.v, form, False),)
 
 
 @triton.jit
@@ -105,7 +107,7 @@ def repair_key_value_kernel(
         sound = sound & is_sound(dv, row_at(dv, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.V)
     if sound:
         return
-    scales = scales_of(inputs, seq.batch, kv_head, numbers, numbers.heads, form)
+    scales = scales_of(inputs, seq.batch, kv_head, numbers.heads, form)
     task = Task(inputs, numbers, kv_head * form.GROUP, seq, scales)
     keys = load_keys(task, k_start, form, EDGE)
     dk_tile = sum_for(dk, form.K)
@@ -129,9 +131,9 @@ def add_special_queries(dk_tile, dv_tile, queries, k_start, task, dk, dv, form: 
     col = (k_start + tl.arange(0, form.K.ROWS))[:, None]
     visible = margin_at(row, col, mask_at(row, col, task), task, EXACT) >= 0
     if dk is not None:
-        dk_tile = add_special(dk_tile, visible, queries.q, form, True)
+        dk_tile = (add_special(dk_tile[0], visible, queries.q, form, True),)
     if dv is not None:
-        dv_tile = add_special(dv_tile, visible, queries.dout, form, False)
+        dv_tile = (add_special(dv_tile[0], visible, queries.dout, form, False),)
     return dk_tile, dv_tile
 
 
@@ -143,7 +145,7 @@ def repair_query_kernel(
     numbers = decoded(numbers)
     batch, head, tile = place(numbers, inputs.hi is not None)
     seq = sequence_of(batch, inputs, numbers, form)
-    scales = scales_of(inputs, seq.batch, head // form.GROUP, numbers, numbers.heads // form.GROUP, form)
+    scales = scales_of(inputs, seq.batch, head // form.GROUP, numbers.heads // form.GROUP, form)
     task = Task(inputs, numbers, head, seq, scales)
     q_start = tile * form.Q.ROWS
     if q_start >= seq.len_q:
@@ -151,7 +153,7 @@ def repair_query_kernel(
     if is_sound(dq, row_at(dq, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q):
         return
     queries = load_seeing_queries(task, upstream, q_start, form)
-    dq_tile = tl.zeros((form.Q.ROWS, form.Q.WIDTH), tl.float32)
+    dq_tile = zeros_for(form.Q)
     total = tl.zeros((form.Q.ROWS,), tl.float32)
     ranges = every_tile(key_ranges(q_start, task, form), form.K.ROWS)
     for edge in range(ranges.edges):
@@ -160,8 +162,7 @@ def repair_query_kernel(
     for edge in range(ranges.edges):
         keys = load_keys(task, edge_start(edge, ranges, form.K.ROWS), form, EDGE)
         dq_tile = add_special_keys(dq_tile, q_start, keys, task, form)
-    dq_tile *= numbers.scale
-    store_tile(dq_tile, dq, row_at(dq, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q)
+    store_tile(dq_tile, numbers.scale, dq, row_at(dq, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q)
 
 
 @device
@@ -169,4 +170,5 @@ def add_special_keys(dq_tile, q_start, keys, task, form: tl.constexpr):
     """Add what is infinite or NaN in one tile of K, where it is visible."""
     row = (q_start + tl.arange(0, form.Q.ROWS))[:, None]
     col = (keys.start + tl.arange(0, form.K.ROWS))[None, :]
-    return add_special(dq_tile, margin_at(row, col, mask_at(row, col, task), task, EXACT) >= 0, keys.k, form, True)
+    visible = margin_at(row, col, mask_at(row, col, task), task, EXACT) >= 0
+    return (add_special(dq_tile[0], visible, keys.k, form, True),)

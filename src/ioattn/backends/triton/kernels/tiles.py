@@ -57,6 +57,13 @@ class Task(NamedTuple):
     scales: Any
 
 
+class Halves(NamedTuple):
+    """An operand of products as a sum of two in float16, each in pieces."""
+
+    high: Any
+    low: Any
+
+
 class Queries(NamedTuple):
     """A tile of queries and what the backward knows of them."""
 
@@ -214,10 +221,10 @@ def row_at(matrix, batch, head, row):
 
 
 @device
-def pointers_at(matrix, first, start, box: tl.constexpr):
-    """The addresses of the tile that starts at row `start` behind row `first`."""
+def pointers_at(matrix, first, start, box: tl.constexpr, PIECE: tl.constexpr):
+    """The addresses of one piece of the tile that starts at row `start` behind row `first`."""
     row = tl.arange(0, box.ROWS)[:, None]
-    column = tl.arange(0, box.WIDTH)[None, :]
+    column = (PIECE * box.PIECE + tl.arange(0, box.PIECE))[None, :]
     if box.WIDE:
         row = row.to(tl.int64)
         column = column.to(tl.int64)
@@ -225,20 +232,20 @@ def pointers_at(matrix, first, start, box: tl.constexpr):
 
 
 @device
-def exists_at(start, n, box: tl.constexpr):
-    """Which elements of the tile exist in a matrix of n rows."""
+def exists_at(start, n, box: tl.constexpr, PIECE: tl.constexpr):
+    """Which elements of the piece exist in a matrix of n rows."""
     exists = (start + tl.arange(0, box.ROWS) < n)[:, None]
     if box.COLUMNS != box.WIDTH:
-        exists = exists & (tl.arange(0, box.WIDTH) < box.COLUMNS)[None, :]
+        exists = exists & (PIECE * box.PIECE + tl.arange(0, box.PIECE) < box.COLUMNS)[None, :]
     return exists
 
 
 @device
 def load_tile(matrix, first, start, n, box: tl.constexpr, KIND: tl.constexpr):
-    """The tile that starts at row `start` behind row `first`; what does not exist is 0."""
-    pointers = pointers_at(matrix, first, start, box)
+    """The tile, in one piece, that starts at row `start` behind row `first`; what does not exist is 0."""
+    pointers = pointers_at(matrix, first, start, box, 0)
     if KIND != FULL:
-        tile = tl.load(pointers, mask=exists_at(start, n, box), other=0.0)
+        tile = tl.load(pointers, mask=exists_at(start, n, box, 0), other=0.0)
     elif box.COLUMNS != box.WIDTH:
         tile = tl.load(pointers, mask=(tl.arange(0, box.WIDTH) < box.COLUMNS)[None, :], other=0.0)
     else:
@@ -247,10 +254,42 @@ def load_tile(matrix, first, start, n, box: tl.constexpr, KIND: tl.constexpr):
 
 
 @device
-def store_tile(value, matrix, first, start, n, box: tl.constexpr):
-    """Overwrite what exists of a tile, in the matrix's type."""
-    pointers = pointers_at(matrix, first, start, box)
-    tl.store(pointers, rounded(value, matrix.ptr.dtype.element_ty), mask=exists_at(start, n, box))
+def load_operand(matrix, first, start, n, box: tl.constexpr, form: tl.constexpr, KIND: tl.constexpr):
+    """A tile as products take it: as it is, or in halves, which lie side by side in memory and fill the tile."""
+    if form.PRECISION == "fp16x3":
+        exists = None
+        other = None
+        if KIND != FULL:
+            exists = (start + tl.arange(0, box.ROWS) < n)[:, None]
+            other = 0.0
+        high = ()
+        low = ()
+        for piece in tl.static_range(box.WIDTH // box.PIECE):
+            pointers = pointers_at(matrix, first, start, box, piece)
+            high += (tl.load(pointers, mask=exists, other=other),)
+            low += (tl.load(pointers + box.WIDTH, mask=exists, other=other),)
+        operand = Halves(high, low)
+    else:
+        operand = load_tile(matrix, first, start, n, box, KIND)
+    return operand
+
+
+@device
+def zeros_for(box: tl.constexpr):
+    """A tile of sums, in pieces."""
+    pieces = ()
+    for _ in tl.static_range(box.WIDTH // box.PIECE):
+        pieces += (tl.zeros((box.ROWS, box.PIECE), tl.float32),)
+    return pieces
+
+
+@device
+def store_tile(pieces, factor, matrix, first, start, n, box: tl.constexpr):
+    """Overwrite what exists of a tile, in the matrix's type, with factor times the pieces."""
+    for piece in tl.static_range(box.WIDTH // box.PIECE):
+        pointers = pointers_at(matrix, first, start, box, piece)
+        value = rounded(pieces[piece] * factor, matrix.ptr.dtype.element_ty)
+        tl.store(pointers, value, mask=exists_at(start, n, box, piece))
 
 
 @device
@@ -268,7 +307,7 @@ def clear_slack(matrix, start, end, head, tile, numbers, box: tl.constexpr):
     """Zero the rows `[start, end)` behind the last packed sequence; the launch's tiles share them."""
     first = row_at(matrix, 0, head, 0)
     for at in range(start + tile * box.ROWS, end, numbers.tiles * box.ROWS):
-        store_tile(tl.zeros((box.ROWS, box.WIDTH), tl.float32), matrix, first, at, end, box)
+        store_tile(zeros_for(box), 1.0, matrix, first, at, end, box)
 
 
 @device
@@ -289,7 +328,7 @@ def load_q(task, start, form: tl.constexpr, KIND: tl.constexpr):
     """A tile of Q."""
     q = task.inputs.q
     first = row_at(q, task.seq.batch, task.head, task.seq.start_q)
-    return load_tile(q, first, start, task.seq.len_q, form.Q, KIND)
+    return load_operand(q, first, start, task.seq.len_q, form.Q, form, KIND)
 
 
 @device
@@ -297,7 +336,7 @@ def load_queries(task, upstream, start, form: tl.constexpr, KIND: tl.constexpr):
     """A tile of queries; the LSE of one that saw nothing is 0, which makes exp(-inf - lse) 0 and not NaN."""
     q = load_q(task, start, form, KIND)
     first = row_at(upstream.dout, task.seq.batch, task.head, task.seq.start_q)
-    dout = load_tile(upstream.dout, first, start, task.seq.len_q, form.OUT, KIND)
+    dout = load_operand(upstream.dout, first, start, task.seq.len_q, form.OUT, form, KIND)
     lse = or_zero(load_rows(upstream.lse, task, start, KIND, form.Q.ROWS))
     return Queries(start, q, dout, lse, load_rows(upstream.delta, task, start, KIND, form.Q.ROWS))
 
@@ -310,7 +349,8 @@ def load_seeing_queries(task, upstream, start, form: tl.constexpr):
     delta = queries.delta
     if task.inputs.bias is not None:
         sees = load_rows(upstream.lse, task, start, EDGE, form.Q.ROWS) != -float("inf")
-        dout = tl.where(sees[:, None], dout, tl.zeros_like(dout))
+        if form.PRECISION != "fp16x3":  # there is no NaN in halves
+            dout = tl.where(sees[:, None], dout, tl.zeros_like(dout))
         delta = tl.where(sees, delta, 0.0)
     return Queries(start, queries.q, dout, queries.lse, delta)
 
@@ -323,8 +363,8 @@ def load_keys(task, start, form: tl.constexpr, KIND: tl.constexpr):
     kv_head = task.head // form.GROUP
     first_k = row_at(k, task.seq.batch, kv_head, task.seq.start_k)
     first_v = row_at(v, task.seq.batch, kv_head, task.seq.start_k)
-    k_tile = load_tile(k, first_k, start, task.seq.len_k, form.K, KIND)
-    return Keys(start, k_tile, load_tile(v, first_v, start, task.seq.len_k, form.V, KIND))
+    k_tile = load_operand(k, first_k, start, task.seq.len_k, form.K, form, KIND)
+    return Keys(start, k_tile, load_operand(v, first_v, start, task.seq.len_k, form.V, form, KIND))
 
 
 @device
@@ -412,12 +452,19 @@ def operands_at(row, col, task):
 
 
 @device
+def score_scale(task):
+    """What makes a product of Q and K a score."""
+    return task.numbers.scale * task.scales.q * task.scales.k
+
+
+@device
 def weights_of(product, distance, operands, lse, task, form: tl.constexpr, step: tl.constexpr):
     """exp(scores - lse) of a tile whose scores start as `product`, with an `lse` that broadcasts to it."""
+    scale = score_scale(task)
     if form.FUSED and form.LATE:
-        weights = tl.exp2(product * (task.numbers.scale * LOG2E) - lse * LOG2E)
+        weights = tl.exp2(product * (scale * LOG2E) - lse * LOG2E)
     else:
-        scores = step(product * task.numbers.scale, distance, operands)
+        scores = step(product * scale, distance, operands)
         weights = tl.exp2(scores * LOG2E - lse * LOG2E if form.FUSED else (scores - lse) * LOG2E)
     return weights
 
@@ -433,26 +480,3 @@ def is_finite(x):
 def or_zero(x):
     """-inf becomes 0, so that exp(-inf - max) of a row that has seen nothing is 0 and not exp(-inf + inf)."""
     return tl.where(x == -INF, 0.0, x)
-
-
-@device
-def tanh(x):
-    """The hyperbolic tangent; near 0, where `tanh_of_scores` cancels, its series up to x^7."""
-    square = x * x
-    near = x * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0 - square * (17.0 / 315.0))))
-    return tl.where(opaque(square) < 0.04, near, tanh_of_scores(x))
-
-
-@device
-def tanh_of_scores(x):
-    """The hyperbolic tangent with an error of 1e-7, also near 0: enough where it decides about 16-bit results."""
-    return 1.0 - 2.0 * reciprocal(1.0 + tl.exp2(x * (2.0 * LOG2E)))
-
-
-@device
-def reciprocal(x):
-    """1 / x within an ulp, for x >= 1: a division is ten instructions."""
-    number = 1.0 / x
-    if PTX:
-        number = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
-    return number
