@@ -56,7 +56,7 @@ def test_hopper(dtype: torch.dtype, page: int | None, tmp_path: Path) -> None:
         compiled = compile_for(90, kernel)
         machine = machine_of(compiled, tmp_path)
         instructions = [instruction.strip() for _, instruction in machine.code]
-        assert machine.stack <= (16 if dtype == torch.float32 else 0), kernel.name
+        assert machine.stack <= (24 if dtype == torch.float32 else 0), kernel.name  # float32 fills 255 registers
         assert machine.reads_of_nothing() == [], kernel.name
         assert compiled.metadata.shared <= min(GPUS[90], kernel.shared_bound), kernel.name
         assert only_arithmetic_comes_before_the_wait(instructions), kernel.name

@@ -402,7 +402,7 @@ def opaque(x):
     instead of 2.
     """
     if PTX:
-        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, False, 1)
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, True, 1)
     return x
 
 
