@@ -6,8 +6,9 @@ operator: 2.6 us per call where `register_autograd` costs 10.2. A compiler gets 
 `register_autograd`, because it refuses a Function that receives one tensor twice. Real and fake outputs are allocated
 by the same code, here.
 
-What follows from shapes, strides and options alone (the checked Problem, its backend, the outputs' layout) is a
-`_Plan`, made once and looked up afterwards: 15 us less per call on a 2-core AVX-512 machine.
+What follows from layouts and options alone (the checked Problem, its backend, the outputs' layouts, what starts the
+kernels) is a `Plan`, made once and looked up afterwards. Where nothing looks at the operator on its way, a call uses
+its plan without it.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def requires_grad(tensors: Iterable[Tensor | None]) -> bool:
 
 
 def is_plain(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether nothing would look at the operator on its way, so that it need not be called: 3.5 us."""
+    """Whether nothing would look at the operator on its way, so that it need not be called."""
     if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() != 0
