@@ -7,12 +7,13 @@ few float32 shapes on an H200. Newer Tritons use 12.9 for Hopper, too.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
+import triton
 from triton import knobs
 
 SOUND = (12, 9)
@@ -24,17 +25,18 @@ _one_at_a_time = threading.RLock()
 def sound_assembler() -> Iterator[None]:
     """Compile with CUDA 12.9's assembler, unless the user has named one; Triton's setting is the process's."""
     with _one_at_a_time, knobs.nvidia.scope():
-        if torch.version.hip is None and "TRITON_PTXAS_PATH" not in os.environ and (newer := _newer()):
+        if torch.version.hip is None and (newer := _newer()):
             knobs.nvidia.ptxas = newer
         yield
 
 
 def _newer() -> str | None:
-    """The path of a sound assembler where Triton's choice is an older one."""
-    tools = knobs.nvidia.ptxas, getattr(knobs.nvidia, "ptxas_blackwell", None)
-    if _is_sound(tools[0].version) or tools[1] is None or not _is_sound(tools[1].version):
+    """The path of the sound assembler that Triton brings, where its choice is an older one that it brings, too."""
+    chosen, other = knobs.nvidia.ptxas, getattr(knobs.nvidia, "ptxas_blackwell", None)
+    is_named = Path(triton.__file__).parent not in Path(chosen.path).parents
+    if is_named or other is None or _is_sound(chosen.version) or not _is_sound(other.version):
         return None
-    path: str = tools[1].path
+    path: str = other.path
     return path
 
 
