@@ -16,7 +16,6 @@ import ioattn
 from ioattn import registry
 from ioattn.backends import eager
 
-
 SHARED_MEMORY = 2**32
 """Bytes that a test may keep from others that run beside it on the same GPU."""
 
