@@ -137,6 +137,8 @@ class Box(NamedTuple):
     """An offset inside of the tile may need more than 31 bits."""
     PIECE: int = 0
     """A tile is held in pieces of so many columns; decoding knows no pieces."""
+    ORDER: str = ""
+    """In which order its rows lie in the tile: see `kernels/scores.py`."""
 
 
 class Form(NamedTuple):

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ioattn.backends.triton.kernels.products import add_product, belongs_to_others, multiply, only_finite, scales_of
+from ioattn.backends.triton.kernels.scores import distance_at, mask_at, operands_at
 from ioattn.backends.triton.kernels.tiles import (
     EDGE,
     FULL,
@@ -18,7 +19,6 @@ from ioattn.backends.triton.kernels.tiles import (
     clear_slack,
     decoded,
     device,
-    distance_at,
     edge_start,
     every_tile,
     keep,
@@ -28,12 +28,11 @@ from ioattn.backends.triton.kernels.tiles import (
     load_seeing_queries,
     load_tile,
     margin_at,
-    mask_at,
-    operands_at,
     place,
     query_ranges,
     rounded,
     row_at,
+    rows_of,
     score_scale,
     sequence_of,
     store_tile,
@@ -131,9 +130,9 @@ def add_queries(
 ):
     """Add what one tile of queries contributes to a tile of dK and dV; scores are [K, Q]."""
     row = (queries.start + tl.arange(0, form.Q.ROWS))[None, :]
-    col = (keys.start + tl.arange(0, form.K.ROWS))[:, None]
-    operands = operands_at(row, col, task)
-    mask = mask_at(row, col, task)
+    col = (keys.start + rows_of(form.K))[:, None]
+    operands = operands_at(row, col, keys.start, task, form)
+    mask = mask_at(row, col, keys.start, task, form)
     distance = distance_at(row, col, task)
     product = multiply(keys.k, queries.q, form)
     weights = weights_of(product, distance, operands, queries.lse[None, :], task, form, step)
@@ -207,9 +206,9 @@ def add_keys(
 ):
     """Add what one tile of keys contributes to a tile of dQ, and to the sums of dS; scores are [Q, K]."""
     row = (queries.start + tl.arange(0, form.Q.ROWS))[:, None]
-    col = (keys.start + tl.arange(0, form.K.ROWS))[None, :]
-    operands = operands_at(row, col, task)
-    mask = mask_at(row, col, task)
+    col = (keys.start + rows_of(form.K))[None, :]
+    operands = operands_at(row, col, keys.start, task, form)
+    mask = mask_at(row, col, keys.start, task, form)
     distance = distance_at(row, col, task)
     product = multiply(queries.q, keys.k, form)
     dscores = dscores_of(product, distance, operands, queries, keys, task, form, step, KIND)
@@ -288,9 +287,9 @@ def bias_kernel(
 def dscores_at(queries, keys, task, form: tl.constexpr, step: tl.constexpr):
     """The gradient of the finished scores of a tile, [Q, K]."""
     row = (queries.start + tl.arange(0, form.Q.ROWS))[:, None]
-    col = (keys.start + tl.arange(0, form.K.ROWS))[None, :]
-    operands = operands_at(row, col, task)
-    mask = mask_at(row, col, task)
+    col = (keys.start + rows_of(form.K))[None, :]
+    operands = operands_at(row, col, keys.start, task, form)
+    mask = mask_at(row, col, keys.start, task, form)
     product = multiply(queries.q, keys.k, form)
     dscores = dscores_of(product, distance_at(row, col, task), operands, queries, keys, task, form, step, EDGE)
     return keep(margin_at(row, col, mask, task, EDGE), dscores, 0.0)

@@ -18,6 +18,7 @@ from ioattn.backends.triton.kernels.products import (
     only_finite,
     scales_of,
 )
+from ioattn.backends.triton.kernels.scores import distance_at, mask_at, operands_at
 from ioattn.backends.triton.kernels.tiles import (
     EDGE,
     FULL,
@@ -27,19 +28,17 @@ from ioattn.backends.triton.kernels.tiles import (
     clear_slack,
     decoded,
     device,
-    distance_at,
     edge_start,
     keep,
     key_ranges,
     load_keys,
     load_q,
     margin_at,
-    mask_at,
-    operands_at,
     or_zero,
     place,
     rounded,
     row_at,
+    rows_of,
     score_scale,
     sequence_of,
     store_tile,
@@ -106,9 +105,9 @@ def attend(
     """The online softmax over one tile of keys."""
     keys = load_keys(task, k_start, form, KIND)
     row = (q_start + tl.arange(0, form.Q.ROWS))[:, None]
-    col = (k_start + tl.arange(0, form.K.ROWS))[None, :]
-    operands = operands_at(row, col, task)
-    mask = mask_at(row, col, task)
+    col = (k_start + rows_of(form.K))[None, :]
+    operands = operands_at(row, col, k_start, task, form)
+    mask = mask_at(row, col, k_start, task, form)
     scores = multiply(q_tile, keys.k, form)
     factor = LOG2E
     if form.LATE:
