@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ioattn.backends.triton.kernels.products import add_product, belongs_to_others, multiply, only_finite, scales_of
-from ioattn.backends.triton.kernels.scores import distance_at, mask_at, operands_at
+from ioattn.backends.triton.kernels.scores import distance_at, mask_at, operands_at, pairs_at, turned_pairs_at
 from ioattn.backends.triton.kernels.tiles import (
     EDGE,
     FULL,
@@ -32,7 +32,6 @@ from ioattn.backends.triton.kernels.tiles import (
     query_ranges,
     rounded,
     row_at,
-    rows_of,
     score_scale,
     sequence_of,
     store_tile,
@@ -129,14 +128,13 @@ def add_queries(
     KIND: tl.constexpr,
 ):
     """Add what one tile of queries contributes to a tile of dK and dV; scores are [K, Q]."""
-    row = (queries.start + tl.arange(0, form.Q.ROWS))[None, :]
-    col = (keys.start + rows_of(form.K))[:, None]
-    operands = operands_at(row, col, keys.start, task, form)
-    mask = mask_at(row, col, keys.start, task, form)
-    distance = distance_at(row, col, task)
+    pairs = turned_pairs_at(queries.start, keys.start, form)
+    operands = operands_at(pairs, task, form, KIND)
+    mask = mask_at(pairs, task, form, KIND)
+    distance = distance_at(pairs, task)
     product = multiply(keys.k, queries.q, form)
     weights = weights_of(product, distance, operands, queries.lse[None, :], task, form, step)
-    margin = margin_at(row, col, mask, task, KIND)
+    margin = margin_at(pairs, mask, task, KIND)
     # Where a row's lse is NaN, exp has not made the hidden weights zero.
     weights = keep(margin, weights, 0.0)
     if dv is not None:
@@ -205,17 +203,18 @@ def add_keys(
     KIND: tl.constexpr,
 ):
     """Add what one tile of keys contributes to a tile of dQ, and to the sums of dS; scores are [Q, K]."""
-    row = (queries.start + tl.arange(0, form.Q.ROWS))[:, None]
-    col = (keys.start + rows_of(form.K))[None, :]
-    operands = operands_at(row, col, keys.start, task, form)
-    mask = mask_at(row, col, keys.start, task, form)
-    distance = distance_at(row, col, task)
+    pairs = pairs_at(queries.start, keys.start, form)
+    operands = operands_at(pairs, task, form, KIND)
+    mask = mask_at(pairs, task, form, KIND)
+    distance = distance_at(pairs, task)
     product = multiply(queries.q, keys.k, form)
     dscores = dscores_of(product, distance, operands, queries, keys, task, form, step, KIND)
-    dscores = keep(margin_at(row, col, mask, task, KIND), dscores, 0.0)
+    dscores = keep(margin_at(pairs, mask, task, KIND), dscores, 0.0)
     if dbias is not None:
-        pointers = row_at(dbias, task.seq.batch, task.head, row.to(tl.int64)) + col.to(tl.int64) * dbias.column
-        exists = (row < task.seq.len_q) & (col < task.seq.len_k)
+        pointers = (
+            row_at(dbias, task.seq.batch, task.head, pairs.row.to(tl.int64)) + pairs.col.to(tl.int64) * dbias.column
+        )
+        exists = (pairs.row < task.seq.len_q) & (pairs.col < task.seq.len_k)
         tl.store(pointers, rounded(dscores, dbias.ptr.dtype.element_ty), mask=exists)
     if totals is not None:
         total += tl.sum(dscores, 1)
@@ -286,10 +285,9 @@ def bias_kernel(
 @device
 def dscores_at(queries, keys, task, form: tl.constexpr, step: tl.constexpr):
     """The gradient of the finished scores of a tile, [Q, K]."""
-    row = (queries.start + tl.arange(0, form.Q.ROWS))[:, None]
-    col = (keys.start + rows_of(form.K))[None, :]
-    operands = operands_at(row, col, keys.start, task, form)
-    mask = mask_at(row, col, keys.start, task, form)
+    pairs = pairs_at(queries.start, keys.start, form)
+    operands = operands_at(pairs, task, form, EDGE)
+    mask = mask_at(pairs, task, form, EDGE)
     product = multiply(queries.q, keys.k, form)
-    dscores = dscores_of(product, distance_at(row, col, task), operands, queries, keys, task, form, step, EDGE)
-    return keep(margin_at(row, col, mask, task, EDGE), dscores, 0.0)
+    dscores = dscores_of(product, distance_at(pairs, task), operands, queries, keys, task, form, step, EDGE)
+    return keep(margin_at(pairs, mask, task, EDGE), dscores, 0.0)

@@ -18,7 +18,7 @@ from ioattn.backends.triton.kernels.products import (
     only_finite,
     scales_of,
 )
-from ioattn.backends.triton.kernels.scores import distance_at, mask_at, operands_at
+from ioattn.backends.triton.kernels.scores import distance_at, mask_at, operands_at, pairs_at
 from ioattn.backends.triton.kernels.tiles import (
     EDGE,
     FULL,
@@ -38,7 +38,6 @@ from ioattn.backends.triton.kernels.tiles import (
     place,
     rounded,
     row_at,
-    rows_of,
     score_scale,
     sequence_of,
     store_tile,
@@ -104,17 +103,16 @@ def attend(
 ):
     """The online softmax over one tile of keys."""
     keys = load_keys(task, k_start, form, KIND)
-    row = (q_start + tl.arange(0, form.Q.ROWS))[:, None]
-    col = (k_start + rows_of(form.K))[None, :]
-    operands = operands_at(row, col, k_start, task, form)
-    mask = mask_at(row, col, k_start, task, form)
+    pairs = pairs_at(q_start, k_start, form)
+    operands = operands_at(pairs, task, form, KIND)
+    mask = mask_at(pairs, task, form, KIND)
     scores = multiply(q_tile, keys.k, form)
     factor = LOG2E
     if form.LATE:
         factor = score_scale(task) * LOG2E
     else:
-        scores = step(scores * score_scale(task), distance_at(row, col, task), operands)
-    scores = keep(margin_at(row, col, mask, task, KIND), scores, -INF)
+        scores = step(scores * score_scale(task), distance_at(pairs, task), operands)
+    scores = keep(margin_at(pairs, mask, task, KIND), scores, -INF)
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     shift = or_zero(new_max)
     if form.FUSED:

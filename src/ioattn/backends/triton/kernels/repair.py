@@ -15,7 +15,7 @@ import triton.language as tl
 from ioattn.backends.triton.kernels.backward import add_keys, add_queries, store_keys, sum_for
 from ioattn.backends.triton.kernels.forward import attend, sink_or_nothing, store_results
 from ioattn.backends.triton.kernels.products import add_special, scales_of
-from ioattn.backends.triton.kernels.scores import mask_at
+from ioattn.backends.triton.kernels.scores import mask_at, pairs_at, turned_pairs_at
 from ioattn.backends.triton.kernels.tiles import (
     EDGE,
     EXACT,
@@ -34,7 +34,6 @@ from ioattn.backends.triton.kernels.tiles import (
     place,
     query_ranges,
     row_at,
-    rows_of,
     sequence_of,
     store_tile,
     zeros_for,
@@ -84,9 +83,8 @@ def repair_forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: t
 @device
 def add_special_values(acc, q_start, keys, task, form: tl.constexpr):
     """Add what is infinite or NaN in one tile of V, where it is visible."""
-    row = (q_start + tl.arange(0, form.Q.ROWS))[:, None]
-    col = (keys.start + rows_of(form.K))[None, :]
-    visible = margin_at(row, col, mask_at(row, col, keys.start, task, form), task, EXACT) >= 0
+    pairs = pairs_at(q_start, keys.start, form)
+    visible = margin_at(pairs, mask_at(pairs, task, form, EXACT), task, EXACT) >= 0
     return (add_special(acc[0], visible, keys.v, form, False),)
 
 
@@ -128,9 +126,8 @@ def repair_key_value_kernel(
 @device
 def add_special_queries(dk_tile, dv_tile, queries, k_start, task, dk, dv, form: tl.constexpr):
     """Add what is infinite or NaN in one tile of Q and of dO, where it is visible."""
-    row = (queries.start + tl.arange(0, form.Q.ROWS))[None, :]
-    col = (k_start + rows_of(form.K))[:, None]
-    visible = margin_at(row, col, mask_at(row, col, k_start, task, form), task, EXACT) >= 0
+    pairs = turned_pairs_at(queries.start, k_start, form)
+    visible = margin_at(pairs, mask_at(pairs, task, form, EXACT), task, EXACT) >= 0
     if dk is not None:
         dk_tile = (add_special(dk_tile[0], visible, queries.q, form, True),)
     if dv is not None:
@@ -169,7 +166,6 @@ def repair_query_kernel(
 @device
 def add_special_keys(dq_tile, q_start, keys, task, form: tl.constexpr):
     """Add what is infinite or NaN in one tile of K, where it is visible."""
-    row = (q_start + tl.arange(0, form.Q.ROWS))[:, None]
-    col = (keys.start + rows_of(form.K))[None, :]
-    visible = margin_at(row, col, mask_at(row, col, keys.start, task, form), task, EXACT) >= 0
+    pairs = pairs_at(q_start, keys.start, form)
+    visible = margin_at(pairs, mask_at(pairs, task, form, EXACT), task, EXACT) >= 0
     return (add_special(dq_tile[0], visible, keys.k, form, True),)

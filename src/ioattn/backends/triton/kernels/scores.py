@@ -9,43 +9,68 @@ time. Position 32a + 8c + 2t + b of a tile's columns, of thread t, is key 32a + 
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton.language as tl
 
-from ioattn.backends.triton.kernels.tiles import PTX, device, row_at
+from ioattn.backends.triton.kernels.tiles import FULL, PTX, device, row_at, rows_of
 
 BIT = tl.constexpr(7)
 """The shift that makes the lowest bit of a word's last byte its sign."""
 
 
+class Pairs(NamedTuple):
+    """A tile of pairs of queries and keys: their numbers, of two shapes that broadcast to the tile, and the first."""
+
+    row: Any
+    col: Any
+    q_start: Any
+    k_start: Any
+
+
 @device
-def distance_at(row, col, task):
+def pairs_at(q_start, k_start, form: tl.constexpr):
+    """A tile [Q, K]."""
+    row = (q_start + tl.arange(0, form.Q.ROWS))[:, None]
+    return Pairs(row, (k_start + rows_of(form.K))[None, :], q_start, k_start)
+
+
+@device
+def turned_pairs_at(q_start, k_start, form: tl.constexpr):
+    """A tile [K, Q]."""
+    row = (q_start + tl.arange(0, form.Q.ROWS))[None, :]
+    return Pairs(row, (k_start + rows_of(form.K))[:, None], q_start, k_start)
+
+
+@device
+def distance_at(pairs, task):
     """abs(i + Nk - Nq - j) where a term asks for it."""
     distance = 0.0
     if task.inputs.slopes is not None:
-        distance = tl.abs(row + (task.seq.len_k - task.seq.len_q) - col).to(tl.float32)
+        distance = tl.abs(pairs.row + (task.seq.len_k - task.seq.len_q) - pairs.col).to(tl.float32)
     return distance
 
 
 @device
-def operands_at(row, col, start, task, form: tl.constexpr):
-    """The operands of the score terms, in the terms' order, for keys from `start` on."""
+def operands_at(pairs, task, form: tl.constexpr, KIND: tl.constexpr):
+    """The operands of the score terms, in the terms' order."""
     operands = ()
     if task.inputs.softcap is not None:
         operands += (task.inputs.softcap,)
     if task.inputs.slopes is not None:
         operands += (tl.load(task.inputs.slopes + task.head).to(tl.float32),)
     if task.inputs.bias is not None:
-        operands += (bias_at(row, col, start, task, form),)
+        operands += (bias_at(pairs, task, form, KIND),)
     return operands
 
 
 @device
-def bias_at(row, col, start, task, form: tl.constexpr):
+def bias_at(pairs, task, form: tl.constexpr, KIND: tl.constexpr):
     """The tile of the bias in float32."""
     bias = task.inputs.bias
     if form.K.ORDER == "":
-        return load_scores(bias, row, col, task).to(tl.float32)
-    words = load_words(bias, row, start, task, form)
+        return load_scores(bias, pairs, task).to(tl.float32)
+    words = load_words(bias, pairs, task, form, KIND)
     parts = ()
     for i in tl.static_range(len(words)):
         if bias.ptr.dtype.element_ty == tl.float32:
@@ -59,15 +84,15 @@ def bias_at(row, col, start, task, form: tl.constexpr):
 
 
 @device
-def mask_at(row, col, start, task, form: tl.constexpr):
+def mask_at(pairs, task, form: tl.constexpr, KIND: tl.constexpr):
     """Negative where the boolean mask hides a score; None where there is no mask."""
     mask = task.inputs.mask
     hidden = None
     if mask is not None:
         if form.K.ORDER == "":
-            hidden = load_scores(mask, row, col, task).to(tl.int32) - 1
+            hidden = load_scores(mask, pairs, task).to(tl.int32) - 1
         else:
-            words = load_words(mask, row, start, task, form)
+            words = load_words(mask, pairs, task, form, KIND)
             parts = ()
             for i in tl.static_range(len(words)):
                 inverse = ~words[i]
@@ -79,12 +104,14 @@ def mask_at(row, col, start, task, form: tl.constexpr):
 
 
 @device
-def load_scores(matrix, row, col, task):
+def load_scores(matrix, pairs, task):
     """The elements of a bias or a mask that belong to these scores; what does not exist is 0.
 
     Issued before the product that makes the scores: to hide the latency, and because the layout of what comes last is
     the one that Triton keeps its rows' maxima in.
     """
+    row = pairs.row
+    col = pairs.col
     pointers = row_at(matrix, task.seq.batch, task.head, row.to(tl.int64)) + col.to(tl.int64) * matrix.column
     if matrix.ptr.dtype.element_ty == tl.int1:
         pointers = pointers.to(tl.pointer_type(tl.int8), bitcast=True)
@@ -92,19 +119,26 @@ def load_scores(matrix, row, col, task):
 
 
 @device
-def load_words(matrix, row, start, task, form: tl.constexpr):
+def load_words(matrix, pairs, task, form: tl.constexpr, KIND: tl.constexpr):
     """The elements that one thread needs of each row, as 32-bit words: 8 side by side for columns, 2 for rows of keys.
 
-    What does not exist is something that does: it is hidden, or its row is.
+    What does not exist is something that does: it is hidden, or its row is. In a full tile of rows of keys all exist.
     """
-    row = tl.minimum(row, task.seq.len_q - 1).to(tl.int64)
+    seq = task.seq
+    COUNT: tl.constexpr = 8 if form.K.ORDER == "columns" else 2
+    col = pairs.k_start + COUNT * tl.arange(0, form.K.ROWS // COUNT)
+    if KIND != FULL:
+        col = tl.minimum(col, seq.len_k - COUNT)
     if form.K.ORDER == "columns":
-        col = tl.minimum(start + 8 * tl.arange(0, form.K.ROWS // 8), task.seq.len_k - 8)[None, :]
-        words = loaded(row_at(matrix, task.seq.batch, task.head, row) + col, 8)
+        row = tl.minimum(pairs.row, seq.len_q - 1)
+        pointers = row_at(matrix, seq.batch, task.head, row.to(tl.int64)) + col[None, :]
     else:
-        col = tl.minimum(start + 2 * tl.arange(0, form.K.ROWS // 2), task.seq.len_k - 2)[:, None]
-        words = loaded(row_at(matrix, task.seq.batch, task.head, row) + col, 2)
-    return words
+        row = tl.arange(0, form.Q.ROWS)[None, :]
+        if KIND != FULL:
+            row = tl.minimum(row, seq.len_q - 1 - pairs.q_start)
+        first = row_at(matrix, seq.batch, task.head, tl.cast(pairs.q_start, tl.int64))
+        pointers = first + (row.to(tl.int64) * matrix.row + col[:, None])
+    return loaded(pointers, COUNT)
 
 
 @device

@@ -379,9 +379,11 @@ def load_keys(task, start, form: tl.constexpr, KIND: tl.constexpr):
 
 
 @device
-def margin_at(row, col, mask, task, KIND: tl.constexpr):
+def margin_at(pairs, mask, task, KIND: tl.constexpr):
     """Negative for scores that do not count, given what `mask_at` found; None where all of them do."""
     margin = None
+    row = pairs.row
+    col = pairs.col
     if KIND != FULL:
         shift = task.seq.shift
         last = task.seq.len_k - 1
