@@ -152,6 +152,8 @@ class Form(NamedTuple):
     BOTTOM_RIGHT: bool
     LATE: bool
     """The scores stay Q K^T, and the scale is applied inside of the exponential: one multiplication less per score."""
+    SQUASHED: bool
+    """The scores stay (tanh - 1) / 2 of softcap, in the forward; twice softcap is applied inside of the exponential."""
     FUSED: bool
     """A weight's exponent is one multiply-add: 5% of a 16-bit kernel's time.
 

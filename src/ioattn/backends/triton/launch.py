@@ -41,7 +41,7 @@ from ioattn.backends.triton.kernels.tanh import tanh, tanh_of_scores
 from ioattn.compose import Formula, Function, fold
 from ioattn.launching import Arguments, on_device
 from ioattn.problem import Gradients, Problem, Tensors
-from ioattn.scores import Term
+from ioattn.scores import SOFTCAP, Term
 
 FILLING_PROGRAMS = 1024
 """What keeps the multiprocessors of any GPU busy to the end."""
@@ -433,6 +433,7 @@ def _form(problem: Problem, tiles: Tiles, wide: bool, order: str) -> Form:
         GROUP=problem.group,
         BOTTOM_RIGHT=problem.align == "bottom-right",
         LATE=late,
+        SQUASHED=problem.terms == (SOFTCAP,) and not problem.sinks and _is_small(problem),
         FUSED=problem.bias is None and problem.dtype != torch.float32,
         EVEN=(problem.bias is not None or problem.mask is not None) and problem.len_k % 16 == 0,
         PRECISION=tiles.precision,
@@ -454,9 +455,12 @@ def _is_wide(problem: Problem, tensors: Tensors, others: Sequence[Tensor]) -> bo
 
 def formula_of(problem: Problem) -> Formula:
     """The score terms as Triton functions."""
-    # The error of a score is that of its tanh times softcap.
-    small = problem.dtype != torch.float32 and problem.softcap is not None and problem.softcap <= 100
-    return _folded(problem.terms, tanh_of_scores if small else tanh)
+    return _folded(problem.terms, tanh_of_scores if _is_small(problem) else tanh)
+
+
+def _is_small(problem: Problem) -> bool:
+    """Whether a short way to tanh is accurate enough: the error of a score is that of its tanh times softcap."""
+    return problem.dtype != torch.float32 and problem.softcap is not None and problem.softcap <= 100
 
 
 @lru_cache

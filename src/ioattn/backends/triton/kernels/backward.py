@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ioattn.backends.triton.kernels.products import add_product, belongs_to_others, multiply, only_finite, scales_of
-from ioattn.backends.triton.kernels.scores import distance_at, mask_at, operands_at, pairs_at, turned_pairs_at
+from ioattn.backends.triton.kernels.scores import distance_at, mask_at, operands_at, pairs_at, turned_pairs_at, words_at
 from ioattn.backends.triton.kernels.tiles import (
     EDGE,
     FULL,
@@ -86,12 +86,22 @@ def key_value_kernel(inputs, upstream, dk, dv, numbers, form: tl.constexpr, step
     ranges = query_ranges(k_start, task, form)
     for head in range(kv_head * form.GROUP, (kv_head + 1) * form.GROUP):
         task = Task(inputs, numbers, head, seq, scales)
+        # A tile ahead: see the forward.
+        ahead = words_at(ranges.full_start, k_start, task, form, EDGE)
         for q_start in range(ranges.full_start, ranges.full_end, form.Q.ROWS):
+            words = ahead
+            next_start = tl.minimum(q_start + form.Q.ROWS, ranges.full_end - form.Q.ROWS)
+            ahead = words_at(next_start, k_start, task, form, FULL)
             queries = load_queries(task, upstream, q_start, form, FULL)
-            dk_tile, dv_tile = add_queries(dk_tile, dv_tile, queries, keys, task, dk, dv, form, step, dstep, FULL)
+            dk_tile, dv_tile = add_queries(
+                dk_tile, dv_tile, queries, keys, words, task, dk, dv, form, step, dstep, FULL
+            )
         for edge in range(ranges.edges):
             queries = load_queries(task, upstream, edge_start(edge, ranges, form.Q.ROWS), form, EDGE)
-            dk_tile, dv_tile = add_queries(dk_tile, dv_tile, queries, keys, task, dk, dv, form, step, dstep, EDGE)
+            words = words_at(queries.start, k_start, task, form, EDGE)
+            dk_tile, dv_tile = add_queries(
+                dk_tile, dv_tile, queries, keys, words, task, dk, dv, form, step, dstep, EDGE
+            )
     store_keys(dk_tile, dv_tile, dk, dv, kv_head, k_start, task, form)
 
 
@@ -119,6 +129,7 @@ def add_queries(
     dv_tile,
     queries,
     keys,
+    words,
     task,
     dk,
     dv,
@@ -129,8 +140,8 @@ def add_queries(
 ):
     """Add what one tile of queries contributes to a tile of dK and dV; scores are [K, Q]."""
     pairs = turned_pairs_at(queries.start, keys.start, form)
-    operands = operands_at(pairs, task, form, KIND)
-    mask = mask_at(pairs, task, form, KIND)
+    operands = operands_at(pairs, words, task, form)
+    mask = mask_at(pairs, words, task, form)
     distance = distance_at(pairs, task)
     product = multiply(keys.k, queries.q, form)
     weights = weights_of(product, distance, operands, queries.lse[None, :], task, form, step)
@@ -173,12 +184,20 @@ def query_kernel(
     dq_tile = zeros_for(form.Q)
     total = tl.zeros((form.Q.ROWS,), tl.float32)
     ranges = key_ranges(q_start, task, form)
+    ahead = words_at(q_start, ranges.full_start, task, form, EDGE)
     for k_start in range(ranges.full_start, ranges.full_end, form.K.ROWS):
+        words = ahead
+        ahead = words_at(q_start, tl.minimum(k_start + form.K.ROWS, ranges.full_end - form.K.ROWS), task, form, FULL)
         keys = load_keys(task, k_start, form, FULL)
-        dq_tile, total = add_keys(dq_tile, total, queries, keys, task, dbias, totals, form, step, dstep, FULL)
-    for edge in range(ranges.edges):
-        keys = load_keys(task, edge_start(edge, ranges, form.K.ROWS), form, EDGE)
-        dq_tile, total = add_keys(dq_tile, total, queries, keys, task, dbias, totals, form, step, dstep, EDGE)
+        dq_tile, total = add_keys(dq_tile, total, queries, keys, words, task, dbias, totals, form, step, dstep, FULL)
+    # As in the forward.
+    if ranges.edges > 0:
+        for edge in range(ranges.edges):
+            keys = load_keys(task, edge_start(edge, ranges, form.K.ROWS), form, EDGE)
+            words = words_at(q_start, keys.start, task, form, EDGE)
+            dq_tile, total = add_keys(
+                dq_tile, total, queries, keys, words, task, dbias, totals, form, step, dstep, EDGE
+            )
     store_tile(
         dq_tile, numbers.scale * scales.k, dq, row_at(dq, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q
     )
@@ -194,6 +213,7 @@ def add_keys(
     total,
     queries,
     keys,
+    words,
     task,
     dbias,
     totals,
@@ -204,8 +224,8 @@ def add_keys(
 ):
     """Add what one tile of keys contributes to a tile of dQ, and to the sums of dS; scores are [Q, K]."""
     pairs = pairs_at(queries.start, keys.start, form)
-    operands = operands_at(pairs, task, form, KIND)
-    mask = mask_at(pairs, task, form, KIND)
+    operands = operands_at(pairs, words, task, form)
+    mask = mask_at(pairs, words, task, form)
     distance = distance_at(pairs, task)
     product = multiply(queries.q, keys.k, form)
     dscores = dscores_of(product, distance, operands, queries, keys, task, form, step, KIND)
@@ -286,8 +306,9 @@ def bias_kernel(
 def dscores_at(queries, keys, task, form: tl.constexpr, step: tl.constexpr):
     """The gradient of the finished scores of a tile, [Q, K]."""
     pairs = pairs_at(queries.start, keys.start, form)
-    operands = operands_at(pairs, task, form, EDGE)
-    mask = mask_at(pairs, task, form, EDGE)
+    words = words_at(queries.start, keys.start, task, form, EDGE)
+    operands = operands_at(pairs, words, task, form)
+    mask = mask_at(pairs, words, task, form)
     product = multiply(queries.q, keys.k, form)
     dscores = dscores_of(product, distance_at(pairs, task), operands, queries, keys, task, form, step, EDGE)
     return keep(margin_at(pairs, mask, task, EDGE), dscores, 0.0)

@@ -52,7 +52,7 @@ def distance_at(pairs, task):
 
 
 @device
-def operands_at(pairs, task, form: tl.constexpr, KIND: tl.constexpr):
+def operands_at(pairs, words, task, form: tl.constexpr):
     """The operands of the score terms, in the terms' order."""
     operands = ()
     if task.inputs.softcap is not None:
@@ -60,17 +60,16 @@ def operands_at(pairs, task, form: tl.constexpr, KIND: tl.constexpr):
     if task.inputs.slopes is not None:
         operands += (tl.load(task.inputs.slopes + task.head).to(tl.float32),)
     if task.inputs.bias is not None:
-        operands += (bias_at(pairs, task, form, KIND),)
+        operands += (bias_at(pairs, words[0], task, form),)
     return operands
 
 
 @device
-def bias_at(pairs, task, form: tl.constexpr, KIND: tl.constexpr):
+def bias_at(pairs, words, task, form: tl.constexpr):
     """The tile of the bias in float32."""
     bias = task.inputs.bias
     if form.K.ORDER == "":
         return load_scores(bias, pairs, task).to(tl.float32)
-    words = load_words(bias, pairs, task, form, KIND)
     parts = ()
     for i in tl.static_range(len(words)):
         if bias.ptr.dtype.element_ty == tl.float32:
@@ -84,7 +83,7 @@ def bias_at(pairs, task, form: tl.constexpr, KIND: tl.constexpr):
 
 
 @device
-def mask_at(pairs, task, form: tl.constexpr, KIND: tl.constexpr):
+def mask_at(pairs, words, task, form: tl.constexpr):
     """Negative where the boolean mask hides a score; None where there is no mask."""
     mask = task.inputs.mask
     hidden = None
@@ -92,10 +91,9 @@ def mask_at(pairs, task, form: tl.constexpr, KIND: tl.constexpr):
         if form.K.ORDER == "":
             hidden = load_scores(mask, pairs, task).to(tl.int32) - 1
         else:
-            words = load_words(mask, pairs, task, form, KIND)
             parts = ()
-            for i in tl.static_range(len(words)):
-                inverse = ~words[i]
+            for i in tl.static_range(len(words[1])):
+                inverse = ~words[1][i]
                 parts += (inverse << 31, inverse << 23)
                 if form.K.ORDER == "columns":
                     parts += (inverse << 15, inverse << BIT)
@@ -119,25 +117,40 @@ def load_scores(matrix, pairs, task):
 
 
 @device
-def load_words(matrix, pairs, task, form: tl.constexpr, KIND: tl.constexpr):
-    """The elements that one thread needs of each row, as 32-bit words: 8 side by side for columns, 2 for rows of keys.
+def words_at(q_start, k_start, task, form: tl.constexpr, KIND: tl.constexpr):
+    """What a thread needs of the bias and of the mask, as 32-bit words; nothing where keys lie in their own order.
 
-    What does not exist is something that does: it is hidden, or its row is. In a full tile of rows of keys all exist.
+    A full tile is there as a whole. Where another is not, something else that exists is read: it is hidden.
     """
+    bias = ()
+    mask = ()
+    if form.K.ORDER != "":
+        if task.inputs.bias is not None:
+            bias = load_words(task.inputs.bias, q_start, k_start, task, form, KIND)
+        if task.inputs.mask is not None:
+            mask = load_words(task.inputs.mask, q_start, k_start, task, form, KIND)
+    return bias, mask
+
+
+@device
+def load_words(matrix, q_start, k_start, task, form: tl.constexpr, KIND: tl.constexpr):
+    """Elements side by side: 8 for columns of keys, 2 for rows."""
     seq = task.seq
     COUNT: tl.constexpr = 8 if form.K.ORDER == "columns" else 2
-    col = pairs.k_start + COUNT * tl.arange(0, form.K.ROWS // COUNT)
+    col = k_start + COUNT * tl.arange(0, form.K.ROWS // COUNT)
+    row = tl.arange(0, form.Q.ROWS)
     if KIND != FULL:
         col = tl.minimum(col, seq.len_k - COUNT)
     if form.K.ORDER == "columns":
-        row = tl.minimum(pairs.row, seq.len_q - 1)
-        pointers = row_at(matrix, seq.batch, task.head, row.to(tl.int64)) + col[None, :]
+        # All keys of a full tile exist, not all queries.
+        row = tl.minimum(q_start + row, seq.len_q - 1)
+        first = row_at(matrix, seq.batch, task.head, 0)
+        pointers = first + row.to(tl.int64)[:, None] * matrix.row + col[None, :]
     else:
-        row = tl.arange(0, form.Q.ROWS)[None, :]
         if KIND != FULL:
-            row = tl.minimum(row, seq.len_q - 1 - pairs.q_start)
-        first = row_at(matrix, seq.batch, task.head, tl.cast(pairs.q_start, tl.int64))
-        pointers = first + (row.to(tl.int64) * matrix.row + col[:, None])
+            row = tl.minimum(row, seq.len_q - 1 - q_start)
+        first = row_at(matrix, seq.batch, task.head, tl.cast(q_start, tl.int64))
+        pointers = first + (row.to(tl.int64)[None, :] * matrix.row + col[:, None])
     return loaded(pointers, COUNT)
 
 
