@@ -172,12 +172,13 @@ def _kernels(
     main, repair = KERNELS[direction]
     # The tiles of one sequence more clear what lies behind the last packed one.
     sequences = problem.batch + problem.packed
-    split, tiles = [], config.choose(problem, direction, gpu)
+    in_registers = _side_by_side(problem, tensors, gpu, stores_bias)
+    split, tiles = [], config.choose(problem, direction, gpu, in_registers)
     if tiles.precision == config.FP16X3:
         programs, numbers, form = _launch(problem, tensors, direction, wide, tiles)
         split = [Prepared(main, programs * sequences, (numbers, form, *formula), tiles)]
         tiles = config.choose_whole(problem, direction, gpu)
-    order = ORDERS[direction] if _side_by_side(problem, tensors, tiles, gpu, stores_bias) else ""
+    order = ORDERS[direction] if in_registers else ""
     programs, numbers, form = _launch(problem, tensors, direction, wide, tiles, order)
     constant = (numbers, form, *formula)
     whole = [Prepared(main, programs * sequences, constant, tiles)]
@@ -191,10 +192,10 @@ ORDERS: dict[Direction, str] = {"forward": "columns", "key_value": "rows", "quer
 """The order of the keys in a tile that lets a thread read its part of a bias or a mask many bytes at a time."""
 
 
-def _side_by_side(problem: Problem, tensors: Tensors, tiles: Tiles, gpu: Gpu | None, stores_bias: bool) -> bool:
+def _side_by_side(problem: Problem, tensors: Tensors, gpu: Gpu | None, stores_bias: bool) -> bool:
     """Whether keys are taken in that order: each 16 keys of a row start at a multiple of 16 bytes, on Hopper."""
     per_score = [x for x in (tensors.bias, tensors.mask) if x is not None]
-    if not per_score or problem.dtype.itemsize != 2 or problem.len_k % 16 or tiles.k_tile % 32 or stores_bias:
+    if not per_score or problem.dtype.itemsize != 2 or problem.len_k % 16 or stores_bias:
         return False
     if gpu is not None and gpu.capability[0] != 9:
         return False

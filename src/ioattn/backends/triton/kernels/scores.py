@@ -15,8 +15,10 @@ import triton.language as tl
 
 from ioattn.backends.triton.kernels.tiles import FULL, PTX, device, row_at, rows_of
 
-BIT = tl.constexpr(7)
-"""The shift that makes the lowest bit of a word's last byte its sign."""
+LOAD_2 = tl.constexpr("{ .reg .b16 t; ld.global.nc.b16 t, [$1]; cvt.u32.u16 $0, t; }")
+LOAD_4 = tl.constexpr("ld.global.nc.b32 $0, [$1];")
+LOAD_8 = tl.constexpr("ld.global.nc.v2.b32 {$0, $1}, [$2];")
+LOAD_16 = tl.constexpr("ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];")
 
 
 class Pairs(NamedTuple):
@@ -96,7 +98,7 @@ def mask_at(pairs, words, task, form: tl.constexpr):
                 inverse = ~words[1][i]
                 parts += (inverse << 31, inverse << 23)
                 if form.K.ORDER == "columns":
-                    parts += (inverse << 15, inverse << BIT)
+                    parts += (inverse << 15, inverse << 7)
             hidden = in_order(parts, form)
     return hidden
 
@@ -171,20 +173,16 @@ def loaded(pointers, COUNT: tl.constexpr):
             for i in tl.static_range(SIZE // 4):
                 words += (tl.load(pointers + i),)
     elif SIZE == 2:
-        asm: tl.constexpr = "{ .reg .b16 t; ld.global.nc.b16 t, [$1]; cvt.u32.u16 $0, t; }"
-        words += (tl.inline_asm_elementwise(asm, "=r,l", [pointers.to(tl.int64)], tl.int32, True, 1),)
+        words += (tl.inline_asm_elementwise(LOAD_2, "=r,l", [pointers.to(tl.int64)], tl.int32, True, 1),)
     elif SIZE == 4:
-        asm: tl.constexpr = "ld.global.nc.b32 $0, [$1];"
-        words += (tl.inline_asm_elementwise(asm, "=r,l", [pointers.to(tl.int64)], tl.int32, True, 1),)
+        words += (tl.inline_asm_elementwise(LOAD_4, "=r,l", [pointers.to(tl.int64)], tl.int32, True, 1),)
     elif SIZE == 8:
-        asm: tl.constexpr = "ld.global.nc.v2.b32 {$0, $1}, [$2];"
-        words += tl.inline_asm_elementwise(asm, "=r,=r,l", [pointers.to(tl.int64)], (tl.int32, tl.int32), True, 1)
+        words += tl.inline_asm_elementwise(LOAD_8, "=r,=r,l", [pointers.to(tl.int64)], (tl.int32, tl.int32), True, 1)
     else:
-        asm: tl.constexpr = "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];"
         types: tl.constexpr = (tl.int32, tl.int32, tl.int32, tl.int32)
         for i in tl.static_range(SIZE // 16):
             at = pointers.to(tl.int64) + 16 * i
-            words += tl.inline_asm_elementwise(asm, "=r,=r,=r,=r,l", [at], types, True, 1)
+            words += tl.inline_asm_elementwise(LOAD_16, "=r,=r,=r,=r,l", [at], types, True, 1)
     return words
 
 

@@ -47,7 +47,7 @@ No number is above 2^31, so that the product of four is finite."""
 
 @device
 def squashed(x):
-    """-1 / (1 + 2^x): tanh(y) is 1 + 2 squashed(2 log2(e) y)."""
+    """What tanh is made of: -1 / (1 + 2^x) at x = 2 log2(e) y is (tanh y - 1) / 2."""
     if PTX:
         x = tl.inline_asm_elementwise(FOUR, "=f,=f,=f,=f,f,f,f,f", [x], tl.float32, True, 4)
     else:
