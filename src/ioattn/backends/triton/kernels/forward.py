@@ -76,16 +76,16 @@ def forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.const
     for k_start in range(ranges.full_start, ranges.full_end, form.K.ROWS):
         words = ahead
         ahead = words_at(q_start, tl.minimum(k_start + form.K.ROWS, ranges.full_end - form.K.ROWS), task, form, FULL)
-        row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, words, q_start, k_start, task, form, step, FULL)
+        pairs = pairs_at(q_start, k_start, form)
+        row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, words, pairs, task, form, step, FULL)
     # Without this test the assembler does not see that the products of a loop that runs not at all are none, and has
     # the tensor cores wait after each instruction.
     if ranges.edges > 0:
         for edge in range(ranges.edges):
             k_start = edge_start(edge, ranges, form.K.ROWS)
             words = words_at(q_start, k_start, task, form, EDGE)
-            row_max, row_sum, acc = attend(
-                row_max, row_sum, acc, q_tile, words, q_start, k_start, task, form, step, EDGE
-            )
+            pairs = pairs_at(q_start, k_start, form)
+            row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, words, pairs, task, form, step, EDGE)
     store_results(row_max, row_sum, acc, out, lse, q_start, task, form)
 
 
@@ -109,21 +109,10 @@ def store_results(row_max, row_sum, acc, out, lse, q_start, task, form: tl.const
 
 @device
 def attend(
-    row_max,
-    row_sum,
-    acc,
-    q_tile,
-    words,
-    q_start,
-    k_start,
-    task,
-    form: tl.constexpr,
-    step: tl.constexpr,
-    KIND: tl.constexpr,
+    row_max, row_sum, acc, q_tile, words, pairs, task, form: tl.constexpr, step: tl.constexpr, KIND: tl.constexpr
 ):
     """The online softmax over one tile of keys."""
-    keys = load_keys(task, k_start, form, KIND)
-    pairs = pairs_at(q_start, k_start, form)
+    keys = load_keys(task, pairs.k_start, form, KIND)
     operands = operands_at(pairs, words, task, form)
     mask = mask_at(pairs, words, task, form)
     scores = multiply(q_tile, keys.k, form)

@@ -74,7 +74,8 @@ def repair_forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: t
     for edge in range(ranges.edges):
         k_start = edge_start(edge, ranges, form.K.ROWS)
         words = words_at(q_start, k_start, task, form, EDGE)
-        row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, words, q_start, k_start, task, form, step, EXACT)
+        pairs = pairs_at(q_start, k_start, form)
+        row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, words, pairs, task, form, step, EXACT)
     for edge in range(ranges.edges):
         keys = load_keys(task, edge_start(edge, ranges, form.K.ROWS), form, EDGE)
         acc = add_special_values(acc, q_start, keys, task, form)
