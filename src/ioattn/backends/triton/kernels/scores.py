@@ -71,17 +71,22 @@ def bias_at(pairs, words, task, form: tl.constexpr):
     """The tile of the bias in float32."""
     bias = task.inputs.bias
     if form.K.ORDER == "":
-        return load_scores(bias, pairs, task).to(tl.float32)
-    parts = ()
-    for i in tl.static_range(len(words)):
-        if bias.ptr.dtype.element_ty == tl.float32:
-            parts += (words[i].to(tl.float32, bitcast=True),)
-        elif bias.ptr.dtype.element_ty == tl.bfloat16:
-            parts += ((words[i] << 16).to(tl.float32, bitcast=True), (words[i] & -65536).to(tl.float32, bitcast=True))
-        else:
-            low = words[i].to(tl.int16).to(tl.float16, bitcast=True)
-            parts += (low.to(tl.float32), (words[i] >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32))
-    return in_order(parts, form)
+        tile = load_scores(bias, pairs, task).to(tl.float32)
+    else:
+        parts = ()
+        for i in tl.static_range(len(words)):
+            if bias.ptr.dtype.element_ty == tl.float32:
+                parts += (words[i].to(tl.float32, bitcast=True),)
+            elif bias.ptr.dtype.element_ty == tl.bfloat16:
+                parts += (
+                    (words[i] << 16).to(tl.float32, bitcast=True),
+                    (words[i] & -65536).to(tl.float32, bitcast=True),
+                )
+            else:
+                low = words[i].to(tl.int16).to(tl.float16, bitcast=True)
+                parts += (low.to(tl.float32), (words[i] >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32))
+        tile = in_order(parts, form)
+    return tile
 
 
 @device
