@@ -151,6 +151,14 @@ class Machine(NamedTuple):
         """Loads and stores of spilled registers in the worst innermost loop with tensor core instructions."""
         return max((sum("LDL" in i or "STL" in i for i in body) for body in self.loops()), default=0)
 
+    def waits_in_loops(self) -> int:
+        """Waits for products of tensor cores in the worst innermost loop.
+
+        The assembler serialises products, and only says so in a warning, where it takes moves in another block for
+        writes to their sums.
+        """
+        return max((sum("WARPGROUP.DEPBAR" in i for i in body) for body in self.loops()), default=0)
+
     def reads_of_nothing(self) -> list[str]:
         """Arithmetic on registers that nothing has written, or on the stack pointer.
 
@@ -242,6 +250,27 @@ def test_causal_kernels_fit(case: str, sm: int, tmp_path: Path) -> None:
         if sm != 100 and TILES_ARE_FOR_THIS_TRITON:  # sm_100's loops wait for the tensor cores in loops of their own
             allowed = KNOWN_SPILLS.get((case, sm, kernel.name), MAX_SPILLS)
             assert machine.spills_in_loops() <= allowed, kernel
+
+
+STEPS_ON_HOPPER: dict[str, tuple[Options, dict[str, torch.Tensor]]] = {
+    "full": (Options(), {}),
+    "causal": (Options(hi=0), {}),
+    "softcap": (Options(softcap=20.0), {}),
+    "bias": (Options(), {"bias": empty(1, 1, 2048, 2048, dtype=torch.bfloat16)}),
+    "mask": (Options(), {"mask": empty(1, 1, 2048, 2048, dtype=torch.bool)}),
+}
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("feature", STEPS_ON_HOPPER)
+def test_products_on_hopper_do_not_wait_for_each_other(feature: str, dim: int, tmp_path: Path) -> None:
+    """A step has 2 products in the forward, 3 in dQ, 4 in dK and dV, each of several instructions."""
+    options, extras = STEPS_ON_HOPPER[feature]
+    for kernel in kernels(90, torch.bfloat16, dim, options, **extras):
+        if kernel.name in ("forward_kernel", "query_kernel", "key_value_kernel"):
+            machine = machine_of(compile_for(90, kernel), tmp_path)
+            assert machine.waits_in_loops() <= 4, kernel
+            assert machine.reads_of_nothing() == [], kernel
 
 
 @pytest.mark.parametrize("precision", [None, "tf32"])
