@@ -157,4 +157,4 @@ def add_special(acc, visible, values, form: tl.constexpr, SIGNED: tl.constexpr):
 def sees(visible, special, DTYPE: tl.constexpr, form: tl.constexpr):
     """Which sums have a special value among their visible ones."""
     # By way of float32: the interpreter makes zeros of truths in bfloat16.
-    return dot(visible.to(tl.float32).to(DTYPE), special.to(tl.float32).to(DTYPE), None, form) > 0
+    return dot(rounded(tl.where(visible, 1.0, 0.0), DTYPE), rounded(tl.where(special, 1.0, 0.0), DTYPE), None, form) > 0
