@@ -27,6 +27,7 @@ from ioattn.backends.triton.arguments import (
 from ioattn.backends.triton.call import INTERPRETED, Call, Prepared
 from ioattn.backends.triton.config import Gpu
 from ioattn.backends.triton.kernels.decode import append_kernel, combine_kernel, decode_kernel
+from ioattn.backends.triton.kernels.few_rows import few_rows_kernel
 from ioattn.backends.triton.launch import (
     constant_box,
     formula_of,
@@ -135,7 +136,8 @@ def prepare_pieces(
     numbers = _numbers(problem, tensors, number, row_tiles)
     step = formula_of(problem).step
     programs = problem.batch * problem.kv_heads * row_tiles * number
-    main = Launch(decode_kernel, programs, (numbers, form, step), tiles, early)
+    kernel = few_rows_kernel if tiles.lanes else decode_kernel
+    main = Launch(kernel, programs, (numbers, form, step), tiles, early)
     if not split:
         return main, None
     columns = min(COMBINE_COLUMNS, padded(problem.dim_v))
@@ -195,6 +197,8 @@ def _form(problem: Problem, tensors: CacheTensors, tiles: CacheTiles, split: boo
     wide = is_wide(Matrix.of(tensors.k_cache), Matrix.of(tensors.v_cache))
     several = problem.len_q > 1
     edge = min(tiles.k_tile, MAX_EXACT_KEYS) if several else tiles.k_tile
+    side = 32 * tiles.num_warps // tiles.lanes if tiles.lanes else 0
+    edge = max(edge, side)
     d, dv = (problem.dim, padded(problem.dim), wide), (problem.dim_v, padded(problem.dim_v), wide)
     return CacheForm(
         Q=constant_box(Box(tiles.q_tile, *d)),
@@ -211,4 +215,7 @@ def _form(problem: Problem, tensors: CacheTensors, tiles: CacheTiles, split: boo
         EARLY=early,
         PRECISION=tiles.precision,
         UPCAST=INTERPRETED and problem.dtype == torch.bfloat16,
+        SIDE=side,
+        SPAN=4 * tiles.lanes,
+        STAGES=tiles.num_stages,
     )

@@ -30,6 +30,8 @@ class CacheTiles(NamedTuple):
     """The most that a thread may have, where the compiler would otherwise take so many that fewer programs fit."""
     beside: int = 2
     """How many programs should share a processor."""
+    lanes: int = 0
+    """How many threads share a key and multiply it without tensor cores; 0: tensor cores."""
 
     @property
     def launch(self) -> Tiles:
@@ -39,6 +41,9 @@ class CacheTiles(NamedTuple):
 
 INTERPRETER = CacheTiles(16, 32, 4, 1)
 """For Triton's interpreter: small, so that small cases cross many tiles."""
+
+INTERPRETER_FEW_ROWS = CacheTiles(1, 32, 1, 1, lanes=8)
+"""The same without tensor cores."""
 
 INTERPRETER_PROCESSORS = 8
 """Stands for a GPU's in the interpreter, so that small cases are split, too."""
@@ -77,13 +82,29 @@ on an H200 4.17 TB/s at B1 N131072 in 32 pieces. In float32 3.32 TB/s at B16 N81
 side, each from zero as float32 needs it, 3.32, and where they go on in the tensor cores 3.84 with an error of 1e-5."""
 
 
+FEW_ROWS = {
+    64: CacheTiles(1, 64, 4, 4, lanes=8),
+    128: CacheTiles(1, 32, 4, 4, lanes=8),
+    256: CacheTiles(1, 16, 4, 4, lanes=16),
+}
+"""In float32, by width, for up to MAX_FEW_ROWS rows: multiply-adds, 4 for each number read, leave time to spare, and are
+exact to rounding."""
+
+MAX_FEW_ROWS = 4
+"""So many queries and their sums fit in registers: 32 registers a row at D 128."""
+
+
 def choose(problem: Problem, gpu: Gpu | None) -> CacheTiles:
     """The tiles of a decoding kernel; `gpu` is None in Triton's interpreter."""
     assert problem.cache is not None
     rows, size = problem.group * problem.len_q, problem.dtype.itemsize
+    width = max(64, padded(problem.dim), padded(problem.dim_v))
+    if size == 4 and rows <= MAX_FEW_ROWS and padded(problem.dim) == padded(problem.dim_v):
+        tiles = INTERPRETER_FEW_ROWS if gpu is None else FEW_ROWS[width]
+        lanes = min(tiles.lanes, padded(problem.dim) // 4)
+        return tiles._replace(q_tile=1 << (rows - 1).bit_length(), lanes=lanes)
     if gpu is None:
         return INTERPRETER._replace(q_tile=min(MAX_ROWS, padded(rows)))
-    width = max(64, padded(problem.dim), padded(problem.dim_v))
     tiles = tiles_of_halves(problem, rows, gpu) if (size, width) == (2, 128) else SMALL[size, width]
     tiles = tiles._replace(q_tile=max(tiles.q_tile, min(MAX_ROWS, 1 << (rows - 1).bit_length())))
     while shared_bytes(problem, tiles) > gpu.shared_memory and tiles.num_stages > 1:
@@ -118,6 +139,8 @@ def shared_bytes(problem: Problem, tiles: CacheTiles) -> int:
     size, stages = problem.dtype.itemsize, tiles.num_stages if whole else max(1, tiles.num_stages - 1)
     q_columns = padded(problem.dim) * (2 if tiles.turned else 1)
     rows = tiles.q_tile * (q_columns + tiles.k_tile) * size * (2 if size == 4 else 1)
+    if tiles.lanes:
+        rows = 4096
     return stages * tiles.k_tile * (padded(problem.dim) + padded(problem.dim_v)) * size + rows
 
 

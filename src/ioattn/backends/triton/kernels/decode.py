@@ -194,6 +194,33 @@ def load_rows_of_q(piece, inputs, numbers, form: tl.constexpr):
 
 
 @device
+def keys_in(box: tl.constexpr, form: tl.constexpr):
+    """The keys of a tile, counted from its first: [ROWS], or [SIDE, ROWS // SIDE]."""
+    if form.SIDE == 0:
+        keys = tl.arange(0, box.ROWS)
+    else:
+        keys = tl.arange(0, form.SIDE)[:, None] + (tl.arange(0, box.ROWS // form.SIDE) * form.SIDE)[None, :]
+    return keys
+
+
+@device
+def columns_in(box: tl.constexpr, form: tl.constexpr):
+    """The columns of a tile, as they meet its keys."""
+    if form.SIDE == 0:
+        columns = tl.arange(0, box.WIDTH)[None, :]
+    else:
+        first = (tl.arange(0, box.WIDTH // form.SPAN) * form.SPAN)[:, None]
+        columns = (first + tl.arange(0, form.SPAN)[None, :])[None, None, :, :]
+    return columns
+
+
+@device
+def along_columns(x, form: tl.constexpr):
+    """One number per key, as it meets the columns of a tile."""
+    return x[:, None] if form.SIDE == 0 else x[:, :, None, None]
+
+
+@device
 def page_at(k_start, piece, walk, inputs, numbers, box: tl.constexpr, form: tl.constexpr, KIND: tl.constexpr):
     """Where the keys from `k_start` on lie: one page, or where pages are shorter than a tile one for each key.
 
@@ -206,7 +233,7 @@ def page_at(k_start, piece, walk, inputs, numbers, box: tl.constexpr, form: tl.c
         if form.PAGE >= box.ROWS:
             page = tl.load(columns, mask=k_start < piece.len_k, other=0).to(tl.uint32, bitcast=True)
         else:
-            row = tl.arange(0, box.ROWS)
+            row = keys_in(box, form)
             used = k_start + row < piece.len_k
             if KIND != FULL and inputs.lo is not None:
                 used = used & (k_start + row >= walk.first)
@@ -219,29 +246,29 @@ def load_keys_of(
     matrix, page, k_start, walk, piece, inputs, numbers, box: tl.constexpr, form: tl.constexpr, KIND: tl.constexpr
 ):
     """A tile of keys or values; what no row sees is not read and 0, a page that does not exist is read as page 0."""
-    row = tl.arange(0, box.ROWS)
-    column = tl.arange(0, box.WIDTH)[None, :]
+    row = keys_in(box, form)
+    column = columns_in(box, form)
     head = matrix.ptr + piece.kv_head * matrix.head
     if form.PAGE == 0:
         first = head + page * matrix.batch + tl.cast(k_start, tl.int64) * matrix.row
         if box.WIDE:
-            pointers = first + (row.to(tl.int64)[:, None] * matrix.row + column.to(tl.int64) * matrix.column)
+            pointers = first + (along_columns(row.to(tl.int64), form) * matrix.row + column.to(tl.int64) * matrix.column)
         else:
-            pointers = first + (row[:, None] * matrix.row + column * matrix.column)
+            pointers = first + (along_columns(row, form) * matrix.row + column * matrix.column)
     else:
         page = tl.where(page < numbers.pages.to(tl.uint32), page, 0).to(tl.int64) * matrix.batch
         if form.PAGE >= box.ROWS:
             first = head + page + tl.cast(k_start % form.PAGE, tl.int64) * matrix.row
-            pointers = first + (row[:, None] * matrix.row + column * matrix.column)
+            pointers = first + (along_columns(row, form) * matrix.row + column * matrix.column)
         else:
             inside = (row % form.PAGE).to(tl.int64) * matrix.row
-            pointers = ((head + inside)[:, None] + column * matrix.column) + page[:, None]
+            pointers = (along_columns(head + inside, form) + column * matrix.column) + along_columns(page, form)
     exists = None
     other = None
     if KIND != FULL:
-        exists = (k_start + row < walk.end)[:, None]
+        exists = along_columns(k_start + row < walk.end, form)
         if inputs.lo is not None:
-            exists = exists & (k_start + row >= walk.first)[:, None]
+            exists = exists & along_columns(k_start + row >= walk.first, form)
         other = 0.0
         if box.COLUMNS != box.WIDTH:
             exists = exists & (column < box.COLUMNS)
@@ -301,7 +328,9 @@ def finished(scores, token, col, piece, inputs, numbers, form: tl.constexpr, ste
 @device
 def along_rows(x, form: tl.constexpr):
     """One number per row, as it meets a tile of scores."""
-    return x[None, :] if form.TURNED else x[:, None]
+    if form.SIDE == 0:
+        x = x[None, :] if form.TURNED else x[:, None]
+    return x
 
 
 @device
@@ -366,6 +395,16 @@ def store_results(row_max, row_sum, acc, out, lse, piece, numbers, form: tl.cons
     row_lse = row_max + tl.log(row_sum)
     exists = piece.token < numbers.len_q
     column = tl.arange(0, form.V.WIDTH)[None, :]
+    rows_of_out, rows_of_lse, step_of_out = places_of(out, lse, piece, numbers, form)
+    kept = exists[:, None] & (column < form.V.COLUMNS)
+    pointers = rows_of_out[:, None] + column * step_of_out
+    tl.store(pointers, acc.to(pointers.dtype.element_ty), mask=kept)
+    tl.store(rows_of_lse, row_lse, mask=exists)
+
+
+@device
+def places_of(out, lse, piece, numbers, form: tl.constexpr):
+    """Where the results of the piece's rows start, and how far apart the columns of `out` are."""
     if form.SPLIT:
         heads = numbers.kv_heads * form.GROUP
         row = (piece.batch * heads + piece.head) * numbers.len_q + piece.token
@@ -379,10 +418,7 @@ def store_results(row_max, row_sum, acc, out, lse, piece, numbers, form: tl.cons
         rows_of_out = row_at(out, piece.batch, head, token)
         rows_of_lse = row_at(lse, piece.batch, head, token)
         step_of_out = out.column
-    kept = exists[:, None] & (column < form.V.COLUMNS)
-    pointers = rows_of_out[:, None] + column * step_of_out
-    tl.store(pointers, acc.to(pointers.dtype.element_ty), mask=kept)
-    tl.store(rows_of_lse, row_lse, mask=exists)
+    return rows_of_out, rows_of_lse, step_of_out
 
 
 @triton.jit
