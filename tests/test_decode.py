@@ -37,6 +37,14 @@ def test_features(backend: Target, features: dict[str, Any], page: int | None, d
     check(backend, build(backend, sizes, num_splits=2, **features))
 
 
+@pytest.mark.parametrize("page", [None, 16], ids=["contiguous", "paged"])
+@pytest.mark.parametrize("features", FEATURES.values(), ids=FEATURES)
+def test_features_of_few_rows(backend: Target, features: dict[str, Any], page: int | None) -> None:
+    """Two heads and two tokens in float32: few enough for multiply-adds in place of tensor cores."""
+    sizes = Sizes(n_q=2, page=page, dim=40, dim_v=64, lengths=(37, 2, 0, 100))
+    check(backend, build(backend, sizes, num_splits=2 if page else 1, **features))
+
+
 @pytest.mark.parametrize("n_q", [1, 2, 8, 33, 128])
 @pytest.mark.parametrize("heads", [(1, 1), (6, 2), (8, 1)], ids=lambda h: f"{h[0]}-{h[1]}")
 def test_query_tokens_and_groups(backend: Target, n_q: int, heads: tuple[int, int]) -> None:

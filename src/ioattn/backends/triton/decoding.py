@@ -142,7 +142,7 @@ def prepare_pieces(
         return main, None
     columns = min(COMBINE_COLUMNS, padded(problem.dim_v))
     at_once = next(n for n in COMBINE_PIECES if number <= n or n == COMBINE_PIECES[-1])
-    form = form._replace(V=constant_box(Box(at_once, problem.dim_v, columns, False)))
+    form = form._replace(SOON=tiles.soon, V=constant_box(Box(at_once, problem.dim_v, columns, False)))
     column_tiles = splits.count(problem.dim_v, columns)
     rows = problem.batch * problem.heads * problem.len_q
     numbers = numbers._replace(tiles=encoded(column_tiles))
@@ -215,6 +215,7 @@ def _form(problem: Problem, tensors: CacheTensors, tiles: CacheTiles, split: boo
         EARLY=early,
         PRECISION=tiles.precision,
         UPCAST=INTERPRETED and problem.dtype == torch.bfloat16,
+        AHEAD=tiles.ahead if early and problem.cache.page is None else 0,
         SIDE=side,
         SPAN=4 * tiles.lanes,
         STAGES=tiles.num_stages,

@@ -30,6 +30,10 @@ class CacheTiles(NamedTuple):
     """The most that a thread may have, where the compiler would otherwise take so many that fewer programs fit."""
     beside: int = 2
     """How many programs should share a processor."""
+    ahead: int = 0
+    """How many tiles of keys a program asks for while the kernel in front of it still runs."""
+    soon: bool = False
+    """The next call may start while this one's last kernel waits."""
     lanes: int = 0
     """How many threads share a key and multiply it without tensor cores; 0: tensor cores."""
 
@@ -70,9 +74,9 @@ MANY_SHORT_PAGES = CacheTiles(16, 64, 4, 4)
 heads on 132 processors then end more evenly."""
 
 SMALL = {
-    (2, 64): CacheTiles(16, 128, 4, 3),
-    (2, 128): CacheTiles(16, 64, 4, 3),
-    (2, 256): CacheTiles(16, 32, 4, 3),
+    (2, 64): CacheTiles(16, 128, 4, 3, ahead=1, soon=True),
+    (2, 128): CacheTiles(16, 64, 4, 3, ahead=1, soon=True),
+    (2, 256): CacheTiles(16, 32, 4, 3, ahead=1, soon=True),
     (4, 64): CacheTiles(16, 64, 4, 3, "tf32x3"),
     (4, 128): CacheTiles(16, 32, 4, 3, "tf32x3"),
     (4, 256): CacheTiles(16, 16, 4, 3, "tf32x3"),
@@ -87,8 +91,8 @@ FEW_ROWS = {
     128: CacheTiles(1, 32, 4, 4, lanes=8),
     256: CacheTiles(1, 16, 4, 4, lanes=16),
 }
-"""In float32, by width, for up to MAX_FEW_ROWS rows: multiply-adds, 4 for each number read, leave time to spare, and are
-exact to rounding."""
+"""In float32, by width, for up to MAX_FEW_ROWS rows: multiply-adds, 4 for each number read, take a third of the time
+that reading takes, and are exact to rounding."""
 
 MAX_FEW_ROWS = 4
 """So many queries and their sums fit in registers: 32 registers a row at D 128."""

@@ -10,18 +10,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ioattn.backends.triton.kernels.decode import (
+from ioattn.backends.triton.kernels.decode import finished, visible_to
+from ioattn.backends.triton.kernels.pieces import (
     Piece,
     along_columns,
     columns_in,
     decoded,
-    finished,
     keys_in,
     load_keys_of,
     page_at,
     piece_of,
     places_of,
-    visible_to,
     walk_of,
 )
 from ioattn.backends.triton.kernels.tiles import EDGE, FULL, INF, LOG2E, device, or_zero
@@ -123,7 +122,7 @@ def attend_rows(
         # First over the chunks, which one thread holds.
         scores = finished(tl.sum(tl.sum(k_tile * queries[r], 2), 2), row.token, col, row, inputs, numbers, form, step)
         if KIND != FULL:
-            visible = visible_to(row.token, col, row, inputs, numbers)
+            visible = visible_to(row.token + tl.zeros_like(col), col, row, inputs, numbers)
             scores = tl.where(visible, scores, -INF)
         top = tl.maximum(row_max[r], tl.max(scores, 1))
         shift = or_zero(top)
