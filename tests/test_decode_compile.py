@@ -62,15 +62,15 @@ def test_hopper(dtype: torch.dtype, page: int | None, tmp_path: Path) -> None:
         assert only_arithmetic_comes_before_the_wait(instructions), kernel.name
         if kernel.name == "decode":
             assert sum("LDGSTS.E.BYPASS.128" in i for i in instructions) >= 16
-            # A row's sum over columns takes 3 shuffles for each key of a thread, in the loop and at the edges.
-            few_rows = dtype == torch.float32
-            assert any(i.startswith(("HMMA", "HGMMA")) for i in instructions) != few_rows
-            assert not few_rows or sum("SHFL" in i for i in instructions) < 150
+            assert any(i.startswith(("HMMA", "HGMMA")) for i in instructions) == (dtype == torch.bfloat16)
 
 
 @pytest.mark.parametrize(("dim", "group"), [(64, 4), (256, 4), (128, 1), (16, 3)])
 def test_few_rows_in_float32(dim: int, group: int, tmp_path: Path) -> None:
-    """Of any width, keys lie in threads as they are loaded: nothing spills, and nothing goes through shared memory."""
+    """Of any width, keys lie in threads as they are loaded: nothing spills, or goes from one warp to another.
+
+    The sum over a key's columns takes 2 to 4 shuffles for each row and each of the at most 4 keys of a thread.
+    """
     cache = empty(16, 2, 8192, dim)
     tensors = CacheTensors(empty(16, 2 * group, 1, dim), cache, cache, empty(16, dtype=torch.int32))
     kernel = next(kernels(90, tensors, DecodeOptions(hi=0, splits=2)))
@@ -82,6 +82,7 @@ def test_few_rows_in_float32(dim: int, group: int, tmp_path: Path) -> None:
     loops = [body for body in machine.loops("FFMA") if any("LDGSTS" in i for i in body)]
     assert loops
     assert not any(i.startswith("STS") for body in loops for i in body)
+    assert all(sum("SHFL" in i for i in body) <= 12 * group for body in loops)
 
 
 def only_arithmetic_comes_before_the_wait(instructions: list[str]) -> bool:
