@@ -39,6 +39,7 @@ from ioattn.caches import CacheTensors
 from ioattn.launching import Arguments, on_device
 from ioattn.problem import Problem
 
+COMBINE = CacheTiles(16, 16, 4, 1)
 COMBINE_COLUMNS = 64
 COMBINE_PIECES = (8, 32)
 """The tile of partial results that a program holds: at most 8 KiB, 16 registers of each thread of 4 warps."""
@@ -46,6 +47,9 @@ COMBINE_PIECES = (8, 32)
 
 MAX_EXACT_KEYS = 32
 """Keys of a tile whose values are looked at for NaN and inf that only some rows see: more of them fill registers."""
+
+MAX_EXACT_KEYS_OF_MANY_ROWS = 16
+"""With 64 rows on 4 warps 32 keys fill them, too, and the assembler then waits for each product of the whole kernel."""
 
 
 class Launch(Prepared):
@@ -146,7 +150,7 @@ def prepare_pieces(
     column_tiles = splits.count(problem.dim_v, columns)
     rows = problem.batch * problem.heads * problem.len_q
     numbers = numbers._replace(tiles=encoded(column_tiles))
-    return main, Launch(combine_kernel, rows * column_tiles, (numbers, form), CacheTiles(16, 16, 4, 1), early)
+    return main, Launch(combine_kernel, rows * column_tiles, (numbers, form), COMBINE, early)
 
 
 def prepare_append(problem: Problem, tensors: CacheTensors, k_new: Tensor, v_new: Tensor) -> Prepared:
@@ -196,7 +200,8 @@ def _form(problem: Problem, tensors: CacheTensors, tiles: CacheTiles, split: boo
     assert problem.cache is not None
     wide = is_wide(Matrix.of(tensors.k_cache), Matrix.of(tensors.v_cache))
     several = problem.len_q > 1
-    edge = min(tiles.k_tile, MAX_EXACT_KEYS) if several else tiles.k_tile
+    many = tiles.q_tile >= splits.MAX_ROWS and not tiles.turned
+    edge = min(tiles.k_tile, MAX_EXACT_KEYS_OF_MANY_ROWS if many else MAX_EXACT_KEYS) if several else tiles.k_tile
     side = 32 * tiles.num_warps // tiles.lanes if tiles.lanes else 0
     edge = max(edge, side)
     d, dv = (problem.dim, padded(problem.dim), wide), (problem.dim_v, padded(problem.dim_v), wide)

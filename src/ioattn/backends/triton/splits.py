@@ -65,11 +65,19 @@ stage more 4.27, with 64 keys and 6 stages 4.21."""
 SEVERAL = LARGE._replace(turned=True)
 """8 tokens at B16 N8192: 3.97 TB/s, not turned 0.98 of that, with 64 keys 0.92."""
 
+MANY_ROWS = CacheTiles(64, 64, 4, 3)
+"""64 rows: weights then go from one product to the next in registers. Turned around they pass through shared memory, and
+maxima through several warps: 2.28 TB/s for 16 tokens at B16 N8192."""
+
 SHORT_PAGES = CacheTiles(16, 128, 8, 4, beside=1)
 """One head for each processor, in pages shorter than a tile: B16 N8192 in pages of 16 at 4.07 TB/s, 3.80 with 64 keys
 in 2 pieces, 3.24 with 64 keys in one: 4 warps make the addresses of a tile too slowly."""
 
-MANY_SHORT_PAGES = CacheTiles(16, 64, 4, 4)
+MANY_MANY_ROWS = CacheTiles(64, 64, 4, 3)
+"""64 rows: weights then go from one product to the next in registers. Turned around they pass through shared memory, and
+maxima through several warps: 2.28 TB/s for 16 tokens at B16 N8192."""
+
+SHORT_PAGES = CacheTiles(16, 64, 4, 4)
 """Two heads and more for each: B64 N4096 at 4.29 TB/s, 4.11 with 128 keys. Two programs per processor, not three: 512
 heads on 132 processors then end more evenly."""
 
@@ -128,6 +136,8 @@ def tiles_of_halves(problem: Problem, rows: int, gpu: Gpu) -> CacheTiles:
         if share >= 1.8:
             return MANY_SHORT_PAGES
         return SHORT_PAGES if 0.9 <= share <= 1 and rows <= 16 else small
+    if gpu.family == "wgmma" and rows > MAX_ROWS // 2:
+        return MANY_ROWS
     if share >= 0.9:
         return SEVERAL if problem.len_q > 1 and gpu.family == "wgmma" else LARGE
     return small
@@ -142,7 +152,8 @@ def shared_bytes(problem: Problem, tiles: CacheTiles) -> int:
     whole = tiles.turned or tiles.q_tile >= MAX_ROWS
     size, stages = problem.dtype.itemsize, tiles.num_stages if whole else max(1, tiles.num_stages - 1)
     q_columns = padded(problem.dim) * (2 if tiles.turned else 1)
-    rows = tiles.q_tile * (q_columns + tiles.k_tile) * size * (2 if size == 4 else 1)
+    weights = 0 if whole and not tiles.turned and size == 2 else tiles.k_tile
+    rows = tiles.q_tile * (q_columns + weights) * size * (2 if size == 4 else 1)
     if tiles.lanes:
         rows = 4096
     return stages * tiles.k_tile * (padded(problem.dim) + padded(problem.dim_v)) * size + rows
