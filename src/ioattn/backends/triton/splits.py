@@ -107,14 +107,17 @@ def choose(problem: Problem, gpu: Gpu | None) -> CacheTiles:
     assert problem.cache is not None
     rows, size = problem.group * problem.len_q, problem.dtype.itemsize
     width = max(64, padded(problem.dim), padded(problem.dim_v))
-    if size == 4 and rows <= MAX_FEW_ROWS and padded(problem.dim) == padded(problem.dim_v):
-        tiles = INTERPRETER_FEW_ROWS if gpu is None else FEW_ROWS[width]
-        lanes = min(tiles.lanes, padded(problem.dim) // 4)
-        return tiles._replace(q_tile=1 << (rows - 1).bit_length(), lanes=lanes)
+    few = size == 4 and rows <= MAX_FEW_ROWS and padded(problem.dim) == padded(problem.dim_v)
     if gpu is None:
-        return INTERPRETER._replace(q_tile=min(MAX_ROWS, padded(rows)))
-    tiles = tiles_of_halves(problem, rows, gpu) if (size, width) == (2, 128) else SMALL[size, width]
-    tiles = tiles._replace(q_tile=max(tiles.q_tile, min(MAX_ROWS, 1 << (rows - 1).bit_length())))
+        tiles = INTERPRETER_FEW_ROWS if few else INTERPRETER._replace(q_tile=padded(rows))
+    elif few:
+        tiles = FEW_ROWS[width]
+    else:
+        tiles = tiles_of_halves(problem, rows, gpu) if (size, width) == (2, 128) else SMALL[size, width]
+    lanes = min(tiles.lanes, padded(problem.dim) // 4)
+    tiles = tiles._replace(q_tile=max(tiles.q_tile, min(MAX_ROWS, 1 << (rows - 1).bit_length())), lanes=lanes)
+    if gpu is None:
+        return tiles._replace(q_tile=min(MAX_ROWS, tiles.q_tile))
     while shared_bytes(problem, tiles) > gpu.shared_memory and tiles.num_stages > 1:
         tiles = tiles._replace(num_stages=tiles.num_stages - 1)
     while shared_bytes(problem, tiles) > gpu.shared_memory and tiles.k_tile > 16:
@@ -151,7 +154,8 @@ def shared_bytes(problem: Problem, tiles: CacheTiles) -> int:
     weights = 0 if whole and not tiles.turned and size == 2 else tiles.k_tile
     rows = tiles.q_tile * (q_columns + weights) * size * (2 if size == 4 else 1)
     if tiles.lanes:
-        rows = 4096
+        # Keys whose columns lie apart in memory go through it on their way to the threads that multiply them.
+        rows = tiles.k_tile * padded(problem.dim) * size
     return stages * tiles.k_tile * (padded(problem.dim) + padded(problem.dim_v)) * size + rows
 
 
