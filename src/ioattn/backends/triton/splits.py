@@ -99,7 +99,7 @@ FEW_ROWS = {
 that reading takes, and are exact to rounding."""
 
 MAX_FEW_ROWS = 4
-"""So many queries and their sums fit in registers: 32 registers a row at D 128."""
+"""Queries and their sums take 32 registers a row at D 128. More than 4, up to 8, would lie in twice as many threads."""
 
 
 def choose(problem: Problem, gpu: Gpu | None) -> CacheTiles:
@@ -114,7 +114,7 @@ def choose(problem: Problem, gpu: Gpu | None) -> CacheTiles:
         tiles = FEW_ROWS[width]
     else:
         tiles = tiles_of_halves(problem, rows, gpu) if (size, width) == (2, 128) else SMALL[size, width]
-    lanes = min(tiles.lanes, padded(problem.dim) // 4)
+    lanes = min(tiles.lanes * (2 if rows > 4 and width > 64 else 1), padded(problem.dim) // 4)
     tiles = tiles._replace(q_tile=max(tiles.q_tile, min(MAX_ROWS, 1 << (rows - 1).bit_length())), lanes=lanes)
     if gpu is None:
         return tiles._replace(q_tile=min(MAX_ROWS, tiles.q_tile))
