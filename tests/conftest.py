@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,9 +16,22 @@ import ioattn
 from ioattn import registry
 from ioattn.backends import eager
 
+SHARED_MEMORY = 2**32
+"""Bytes that a test may keep from others that run beside it on the same GPU."""
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes more than 30 seconds on 2 cores")
+    if os.environ.get("TRITON_INTERPRET"):
+        _interpret_without_overflow_checks()
+
+
+def _interpret_without_overflow_checks() -> None:
+    """They take half of the interpreter's time: each sum of integers is done once more in 64 bits."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -68,6 +83,8 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         torch.set_num_threads(1)
     yield target
     torch.set_num_threads(threads)
+    if target.device == "cuda" and torch.cuda.memory_reserved() > SHARED_MEMORY:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture

@@ -10,6 +10,8 @@ import torch
 from attend import Shape, Target, check, dense, normal, packed, run, skip_where_it_objects
 from oracle import Case
 from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ioattn
 
@@ -308,3 +310,71 @@ def test_defaults_of_torch_change_no_buffer(backend: Target) -> None:
         torch.set_default_dtype(default)
     for one, other in zip(found, expected, strict=True):
         assert torch.allclose(one, other, atol=1e-5)
+
+
+class Seen(TorchDispatchMode):
+    """The names of the operators that pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_call_like_the_last_one_sees_what_has_changed_around_it(backend: Target) -> None:
+    q, k, v = (normal(1, 2, 9, 8, like=backend, seed=seed) for seed in range(3))
+    expected = ioattn.attention(q, k, v, backend=backend.name)
+
+    def again(*inputs: Tensor) -> Tensor:
+        """The same, just after a call that nothing has looked at."""
+        assert torch.equal(ioattn.attention(q, k, v, backend=backend.name), expected)
+        found = ioattn.attention(*(inputs or (q, k, v)), backend=backend.name)
+        assert isinstance(found, Tensor)
+        return found
+
+    with Seen() as seen:
+        ioattn.attention(q, k, v, backend=backend.name)
+    assert "ioattn::forward" in seen.names
+    again()
+    with torch.profiler.profile() as profile:
+        ioattn.attention(q, k, v, backend=backend.name)
+    assert any(event.key == "ioattn::forward" for event in profile.key_averages())
+    leaf = q.clone().requires_grad_()
+    out = again(leaf, k, v)
+    assert out.requires_grad
+    out.sum().backward()
+    assert leaf.grad is not None
+    with torch.no_grad():
+        assert not ioattn.attention(leaf, k, v, backend=backend.name).requires_grad
+    assert ioattn.attention(leaf, k, v, backend=backend.name).requires_grad
+    assert torch.allclose(again(torch._neg_view(-q), k, v), expected, atol=1e-6)
+    assert torch.equal(again(Parameter(q), k, v), expected)
+    again()
+    batched = torch.vmap(lambda x: ioattn.attention(x, k, v, backend=backend.name))(q[None])
+    assert torch.allclose(batched[0], expected, atol=1e-6)
+    with torch.inference_mode():
+        assert again().is_inference()
+    again()
+    with torch.autocast(backend.device, torch.bfloat16):
+        assert ioattn.attention(q, k, v, backend=backend.name).dtype == torch.bfloat16
+    with pytest.raises(TypeError, match="q is a list"):
+        again(q.tolist(), k, v)
+    with pytest.raises(TypeError, match="k is a sparse_coo tensor"):
+        again(q, k.to_sparse(), v)
+    with pytest.raises(ValueError, match="v has shape"):
+        again(q, k, v[:, :, 1:])
+    with pytest.raises(TypeError, match=r"v is torch\.float64"):
+        again(q, k, v.double())
+
+
+def test_another_start_or_stride_is_another_call(backend: Target) -> None:
+    store = normal(1, 2, 10, 8, like=backend, seed=4).flatten()
+    aligned, moved = (store[at:][:144].view(1, 2, 9, 8) for at in (0, 1))
+    strided = store[:144].view(1, 9, 2, 8).transpose(1, 2)
+    for q in (aligned, moved, strided, aligned, moved):
+        found = ioattn.attention(q, aligned, aligned, backend=backend.name)
+        expected = ioattn.attention(q.double(), aligned.double(), aligned.double(), backend="eager")
+        assert torch.allclose(found, expected.to(found.dtype), atol=1e-5)

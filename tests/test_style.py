@@ -30,7 +30,7 @@ LAYERS = (
     {"registry"},
     {"backends"},
     {"io"},
-    {"compose", "launching", "merge", "cases"},
+    {"assembler", "compose", "launching", "merge", "cases", "plans"},
     {"caches"},
     {"problem"},
     {"scores", "masks"},

@@ -17,9 +17,11 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 if triton.knobs.runtime.interpret:
     pytest.skip("TRITON_INTERPRET is set: nothing is compiled", allow_module_level=True)
 
+from sass import unwritten_reads  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+from ioattn.assembler import sound_assembler  # noqa: E402
 from ioattn.backends.triton import config, halves, launch  # noqa: E402
 from ioattn.backends.triton.call import Prepared  # noqa: E402
 from ioattn.backends.triton.config import Gpu  # noqa: E402
@@ -76,6 +78,7 @@ def kernels(
     dtype: torch.dtype,
     dim: int,
     options: Options = Options(),  # noqa: B008
+    dim_v: int | None = None,
     **extras: Any,
 ) -> Iterator[Kernel]:
     """Every kernel of the forward and the backward of one problem, on tensors without memory."""
@@ -83,10 +86,11 @@ def kernels(
     packed = "cu_seqlens_q" in extras
     shape = (4096, 8, dim) if packed else (2, 8, 2048, dim)
     kv_shape = (4096, 4, dim) if packed else (2, 4, 2048, dim)
-    q, k, v = (empty(*sizes, dtype=dtype) for sizes in (shape, kv_shape, kv_shape))
+    v_shape = (*kv_shape[:-1], dim_v or dim)
+    q, k, v = (empty(*sizes, dtype=dtype) for sizes in (shape, kv_shape, v_shape))
     tensors = Tensors(q, k, v, **extras)
     problem = Problem.of(tensors, options)
-    out, lse = torch.empty_like(q), empty(*((8, 4096) if packed else shape[:3]))
+    out, lse = q.new_empty((*q.shape[:-1], v.shape[-1])), empty(*((8, 4096) if packed else shape[:3]))
     dbias = None if tensors.bias is None else torch.empty_like(tensors.bias)
     grads = Gradients(*map(torch.empty_like, (q, k, v)), dbias)
     forward = launch.prepare_forward(problem, tensors, out, gpu(sm))
@@ -112,7 +116,8 @@ def compile_for(sm: int, kernel: Kernel) -> Any:
             specialize = not parameter.do_not_specialize
             signature[parameter.name] = describe(value, (i,), specialize, constants, attributes)
     source = ASTSource(kernel.prepared.kernel, signature, constants, attributes)
-    return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=kernel.prepared.options)
+    with sound_assembler():
+        return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=kernel.prepared.options)
 
 
 def describe(
@@ -145,6 +150,14 @@ class Machine(NamedTuple):
     def spills_in_loops(self) -> int:
         """Loads and stores of spilled registers in the worst innermost loop with tensor core instructions."""
         return max((sum("LDL" in i or "STL" in i for i in body) for body in self.loops()), default=0)
+
+    def waits_in_loops(self) -> int:
+        """Waits for products of tensor cores in the worst innermost loop.
+
+        The assembler serialises products, and only says so in a warning, where it takes moves in another block for
+        writes to their sums.
+        """
+        return max((sum("WARPGROUP.DEPBAR" in i for i in body) for body in self.loops()), default=0)
 
     def reads_of_nothing(self) -> list[str]:
         """Arithmetic on registers that nothing has written, or on the stack pointer.
@@ -240,6 +253,27 @@ def test_causal_kernels_fit(case: str, sm: int, tmp_path: Path) -> None:
             assert machine.spills_in_loops() <= allowed, kernel
 
 
+STEPS_ON_HOPPER: dict[str, tuple[Options, dict[str, torch.Tensor]]] = {
+    "full": (Options(), {}),
+    "causal": (Options(hi=0), {}),
+    "softcap": (Options(softcap=20.0), {}),
+    "bias": (Options(), {"bias": empty(1, 1, 2048, 2048, dtype=torch.bfloat16)}),
+    "mask": (Options(), {"mask": empty(1, 1, 2048, 2048, dtype=torch.bool)}),
+}
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("feature", STEPS_ON_HOPPER)
+def test_products_on_hopper_do_not_wait_for_each_other(feature: str, dim: int, tmp_path: Path) -> None:
+    """A step has 2 products in the forward, 3 in dQ, 4 in dK and dV, each of several instructions."""
+    options, extras = STEPS_ON_HOPPER[feature]
+    for kernel in kernels(90, torch.bfloat16, dim, options, **extras):
+        if kernel.name in ("forward_kernel", "query_kernel", "key_value_kernel"):
+            machine = machine_of(compile_for(90, kernel), tmp_path)
+            assert machine.waits_in_loops() <= 4, kernel
+            assert machine.reads_of_nothing() == [], kernel
+
+
 @pytest.mark.parametrize("precision", [None, "tf32"])
 @pytest.mark.parametrize("sm", [80, 90])
 def test_float32_products_are_rounded_to_tf32_on_request_only(sm: int, precision: str | None, tmp_path: Path) -> None:
@@ -274,6 +308,28 @@ def test_every_feature_compiles(feature: str, tmp_path: Path) -> None:
         machine = machine_of(compiled, tmp_path)
         assert len(machine.code) > 100, kernel
         assert machine.reads_of_nothing() == [], kernel
+
+
+@pytest.mark.parametrize("dim_v", [8, 16])
+def test_narrow_values_are_multiplied_by_no_unwritten_descriptor(dim_v: int, tmp_path: Path) -> None:
+    """NaN and 1e36 on an H200 with the assembler of CUDA 12.8, which `assembler.py` does without."""
+    for kernel in kernels(90, FP32, 64, Options(precision="bf16x6"), dim_v=dim_v):
+        if kernel.name == "forward_kernel":
+            compiled = compile_for(90, kernel)
+            (tmp_path / "kernel.cubin").write_bytes(compiled.asm["cubin"])
+            assert unwritten_reads(dump(tmp_path / "kernel.cubin", "--dump-sass").splitlines()) == []
+
+
+def test_the_assembler_is_the_users_where_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = triton.knobs.nvidia.ptxas
+    with sound_assembler():
+        assert [int(x) for x in triton.knobs.nvidia.ptxas.version.split(".")] >= [12, 9]
+    assert triton.knobs.nvidia.ptxas == before
+    named = tmp_path / "ptxas"
+    named.symlink_to(before.path)
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(named))
+    with sound_assembler():
+        assert triton.knobs.nvidia.ptxas.path == str(named)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)

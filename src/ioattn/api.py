@@ -71,8 +71,12 @@ def attention(
 
     Source: Dao, Fu, Ermon, Rudra, Re 2022 (arXiv 2205.14135), Theorem 1; Dao 2023 (arXiv 2307.08691), Algorithms 1, 2.
     """
-    tensors = Tensors.of(q, k, v, bias=bias, mask=mask, alibi_slopes=alibi_slopes, sinks=sinks)
     options = Options.of(causal, window, scale, softcap, deterministic).at(precision)
+    if bias is None and mask is None and alibi_slopes is None and sinks is None:
+        again = ops.attend_again(q, k, v, options, backend)
+        if again is not None:
+            return again if return_lse else again[0]
+    tensors = Tensors.of(q, k, v, bias=bias, mask=mask, alibi_slopes=alibi_slopes, sinks=sinks)
     return _attend(tensors, options, backend, return_lse)
 
 

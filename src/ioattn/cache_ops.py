@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ioattn import caches, registry
 from ioattn.caches import CacheTensors, DecodeOptions
-from ioattn.ops import Layout, Plan, as_written, empty_in_order, is_plain, layout_key, remember
+from ioattn.ops import as_written, empty_in_order, is_plain
+from ioattn.plans import Layout, Plan, layout_key, remember
 
 _TENSOR_COUNT = len(CacheTensors._fields)
 _OPTION_COUNT = len(DecodeOptions._fields)

@@ -6,15 +6,16 @@ operator: 2.6 us per call where `register_autograd` costs 10.2. A compiler gets 
 `register_autograd`, because it refuses a Function that receives one tensor twice. Real and fake outputs are allocated
 by the same code, here.
 
-What follows from shapes, strides and options alone (the checked Problem, its backend, the outputs' layout) is a
-`_Plan`, made once and looked up afterwards: 15 us less per call on a 2-core AVX-512 machine.
+What follows from layouts and options alone (the checked Problem, its backend, the outputs' layouts, what starts the
+kernels) is a `Plan`, made once and looked up afterwards. Where nothing looks at the operator on its way, a call uses
+its plan without it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from ioattn import registry
+from ioattn.plans import Layout, Plan, layout_key, remember
 from ioattn.problem import Gradients, Options, Problem, Tensors, check, check_offsets, longest_lengths
 
 NO_SLOPE_GRADIENT = "alibi_slopes requires a gradient; it has none here, it must be detached"
@@ -50,11 +52,11 @@ def attend(tensors: Tensors, options: Options, backend: str | None) -> tuple[Ten
     """Attention of these inputs, under autocast and autograd where they apply."""
     needs_grad = requires_grad(tensors)
     if is_plain(tensors):
-        if needs_grad:
-            q, k, v, bias, mask, slopes, sinks, *starts = tensors
-            rest = (mask, slopes, *starts, options, backend)
-            return _PlainAttention.apply(q, k, v, bias, sinks, rest)  # type: ignore[no-untyped-call]
-        return _run_forward(tensors, options, backend)
+        plan = _plan_for(tensors, options, backend)
+        if all(x is None for x in tensors[3:]):
+            plan.watch(*tensors[:3])
+            _plans[options, backend] = plan
+        return _run_plainly(plan, tensors, options, backend, needs_grad)
     tensors = _autocast(tensors)
     if torch.compiler.is_compiling():
         if _is_transformed() and not any(x is not None and torch._C._functorch.is_batchedtensor(x) for x in tensors):
@@ -63,6 +65,37 @@ def attend(tensors: Tensors, options: Options, backend: str | None) -> tuple[Ten
     elif needs_grad or _is_transformed():
         return _Attention.apply(*tensors, *options, backend)  # type: ignore[no-untyped-call]
     return _forward_op(*tensors, *options, backend)
+
+
+def attend_again(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, backend: str | None
+) -> tuple[Tensor, Tensor] | None:
+    """Attention as in the last plain call with these options, if q, k and v are like that one's; None if they are not.
+
+    Most calls are: this takes 2 us of what `Tensors.of` and `attend` take 10 for.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    try:
+        plan = _plans.get((options, backend))
+    except TypeError:
+        return None  # a backend's name without a hash
+    if plan is None or forward_ad._current_level >= 0 or torch._C._autograd._profiler_enabled():
+        return None
+    has_gradients = plan.recognised(q, k, v)
+    if has_gradients is None:
+        return None
+    return _run_plainly(plan, Tensors(q, k, v), options, backend, has_gradients and torch.is_grad_enabled())
+
+
+def _run_plainly(
+    plan: Plan, tensors: Tensors, options: Options, backend: str | None, needs_grad: bool
+) -> tuple[Tensor, Tensor]:
+    if not needs_grad:
+        return _run_forward(plan, tensors)
+    q, k, v, bias, mask, slopes, sinks, *starts = tensors
+    apply: Callable[..., tuple[Tensor, Tensor]] = _PlainAttention.apply
+    return apply(q, k, v, bias, sinks, (plan, mask, slopes, *starts, options, backend))
 
 
 def requires_grad(tensors: Iterable[Tensor | None]) -> bool:
@@ -76,7 +109,7 @@ def requires_grad(tensors: Iterable[Tensor | None]) -> bool:
 
 
 def is_plain(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether nothing would look at the operator on its way, so that it need not be called: 3.5 us."""
+    """Whether nothing would look at the operator on its way, so that it need not be called."""
     if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() != 0
@@ -134,50 +167,7 @@ Upstream = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
 """What a backward gets besides the inputs: out, lse, dout and dlse."""
 
 
-class Layout(NamedTuple):
-    """How memory of a result lies, and what allocates it."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    allocate: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] | None
-
-    @classmethod
-    def of(cls, x: Tensor) -> Layout:
-        """The layout of a tensor."""
-        device = x.device
-        known = device.type == "cpu" or (device.type == "cuda" and torch.cuda.device_count() == 1)
-        # What torch's own compiler allocates with, on the current device: 2 us where `torch.empty` takes 4 (H200).
-        allocate = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None) if known else None
-        return cls(tuple(x.shape), x.stride(), x.dtype, device, allocate)
-
-    def empty(self) -> Tensor:
-        """New memory that lies so."""
-        shape, strides, dtype, device, allocate = self
-        if allocate is not None:
-            return allocate(shape, strides, dtype)
-        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
-
-
-def layout_key(tensors: Sequence[Tensor | None]) -> Any:
-    """Everything about tensors but their numbers; whether they start at a multiple of 16 bytes depends on the address.
-
-    A compiled kernel takes these for granted, so that what was checked or prepared holds for every equal key.
-    """
-    return tuple([None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() & 15) for x in tensors])
-
-
-class Plan(NamedTuple):
-    """A checked call, ready for tensors of the layouts that it was made for."""
-
-    results: tuple[Any, ...]
-    """A `Layout` each, or None for a gradient that nobody wants."""
-    run: Callable[..., None]
-
-
 _plans: dict[Any, Plan] = {}
-MAX_PLANS = 4096
 
 
 def _plan_for(tensors: Tensors, options: Options, backend: str | None) -> Plan:
@@ -211,14 +201,6 @@ def _backward_plan_for(
     return plan
 
 
-def remember(plans: dict[Any, Plan], key: Any, plan: Plan) -> Plan:
-    """Keep a plan, and forget all others before there are too many."""
-    if len(plans) >= MAX_PLANS:
-        plans.clear()
-    plans[key] = plan
-    return plan
-
-
 def _with_lengths(tensors: Tensors, options: Options) -> Options:
     """The options with both longest lengths, after a check of the offsets' values.
 
@@ -241,8 +223,7 @@ def describe(tensors: Tensors, options: Options) -> Problem:
     return Problem.of(tensors, options)
 
 
-def _run_forward(tensors: Tensors, options: Options, backend: str | None) -> tuple[Tensor, Tensor]:
-    plan = _plan_for(tensors, options, backend)
+def _run_forward(plan: Plan, tensors: Tensors) -> tuple[Tensor, Tensor]:
     out, lse = plan.results[0].empty(), plan.results[1].empty()
     plan.run(tensors, out, lse)
     return out, lse
@@ -251,7 +232,7 @@ def _run_forward(tensors: Tensors, options: Options, backend: str | None) -> tup
 def _forward(*args: Any) -> tuple[Tensor, Tensor]:
     tensors = Tensors(*args[:_INPUT_COUNT])
     with as_written(tensors.q.device.type):
-        return _run_forward(tensors, *_settings(args))
+        return _run_forward(_plan_for(tensors, *_settings(args)), tensors)
 
 
 def _run_backward(
@@ -378,9 +359,9 @@ class _PlainAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any, sinks: Any, rest: Any) -> tuple[Tensor, Tensor]:
-        mask, slopes, starts_q, starts_k, *ctx.settings = rest
+        plan, mask, slopes, starts_q, starts_k, *ctx.settings = rest
         tensors = Tensors(q, k, v, bias, mask, slopes, sinks, starts_q, starts_k)
-        out, lse = _run_forward(tensors, *ctx.settings)
+        out, lse = _run_forward(plan, tensors)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors, out, lse)
         return out, lse

@@ -101,7 +101,7 @@ def _prepare(trial: Trial, batch: int, heads: int, len_q: int, len_k: int) -> _R
     out, lse, delta = torch.empty_like(q), *(q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
     choose = config.choose
 
-    def choose_trial(problem: Problem, direction: Direction, gpu: Gpu | None) -> Tiles:
+    def choose_trial(problem: Problem, direction: Direction, gpu: Gpu | None, in_registers: bool = False) -> Tiles:
         return trial.tiles if direction == trial.direction else choose(problem, direction, gpu)
 
     config.choose = choose_trial

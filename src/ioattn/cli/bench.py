@@ -89,7 +89,7 @@ def gpu(
     compile_all(wanted, backend, processes)
     for name, timing in host_times(backend).items():
         console.print(f"host time {name}: {timing.median_us:.1f} us")
-    faults, plain = 0, dict[str, float]()
+    faults, plain, path = 0, dict[str, float](), None
     for goal, dtype in wanted:
         if time.monotonic() > end:
             console.print(f"{goal.case} {dtype}: no time left")
@@ -103,7 +103,10 @@ def gpu(
             console.print(_gpu_line(measured, plain if goal.case.startswith("with-") else {}))
     if faults:
         raise typer.Exit(1)
-    console.print(f"stored in {path}" if wanted else f"no case matches {only!r}")
+    if path is not None:
+        console.print(f"stored in {path}")
+    elif not wanted:
+        console.print(f"no case matches {only!r}")
 
 
 @app.command()

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.compiler import ASTSource
 
@@ -19,7 +18,7 @@ from ioattn.backends.gluon.kernels import backward as kernels
 from ioattn.backends.gluon.kernels.approximate import tanh
 from ioattn.backends.gluon.kernels.names import GluonASTSource, gl
 from ioattn.backends.gluon.kernels.query_gradient import query_gradient
-from ioattn.backends.gluon.launch import TARGET, _jit, counter, describe, strides_of
+from ioattn.backends.gluon.launch import _jit, compiled, counter, describe, strides_of
 from ioattn.backends.gluon.repair_launch import PROGRAMS, compile_repair, repair_arguments
 from ioattn.compose import Formula, fold
 from ioattn.launching import Arguments, Call, Descriptor, addresses_of
@@ -218,7 +217,7 @@ def _compile_around(function: Any, signature: dict[str, Any], config: BackwardCo
 def _build(source: Any, function: Any, signature: dict[str, Any], given: dict[str, Any], attributes: Any) -> Any:
     """A compiled kernel; what the signature calls a constant is in `given`, or None."""
     constants = {(i,): given.get(k) for i, (k, kind) in enumerate(signature.items()) if kind == "constexpr"}
-    return triton.compile(source(function, signature, constants, attributes), target=TARGET, options={"num_warps": 4})
+    return compiled(source(function, signature, constants, attributes))
 
 
 class Operands(NamedTuple):

@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
+from ioattn.assembler import sound_assembler
 from ioattn.backends.gluon import config as table
 from ioattn.backends.gluon.config import Config
 from ioattn.backends.gluon.kernels import forward as kernels
@@ -122,7 +123,13 @@ def compile_forward(config: Config, dtype: torch.dtype, formula: Any, slopes: st
     given = {"config": config, "formula": formula}
     constants = {(i,): given.get(k) for i, (k, kind) in enumerate(signature.items()) if kind == "constexpr"}
     source = GluonASTSource(kernels.forward, signature, constants, {})
-    return triton.compile(source, target=TARGET, options={"num_warps": 4})
+    return compiled(source)
+
+
+def compiled(source: Any, warps: int = 4) -> Any:
+    """A kernel's machine code for Hopper, with all that Triton knows about it."""
+    with sound_assembler():
+        return triton.compile(source, target=TARGET, options={"num_warps": warps})
 
 
 def prepare(

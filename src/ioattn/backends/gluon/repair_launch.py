@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 
 from ioattn.backends.gluon.backward_config import BackwardConfig
 from ioattn.backends.gluon.kernels import repair
-from ioattn.backends.gluon.launch import TARGET, strides_of
+from ioattn.backends.gluon.launch import compiled, strides_of
 from ioattn.compose import fold
 from ioattn.launching import Arguments
 from ioattn.problem import DTYPES, Problem
@@ -87,7 +87,7 @@ def compile_repair(
         signature |= tail | dict.fromkeys(constants, "constexpr")
         values = {(i,): constants.get(k) for i, (k, kind) in enumerate(signature.items()) if kind == "constexpr"}
         source = ASTSource(function, signature, values, {})
-        kernels.append(triton.compile(source, target=TARGET, options={"num_warps": 8 if config.dim > 128 else 4}))
+        kernels.append(compiled(source, 8 if config.dim > 128 else 4))
     return kernels[0], kernels[1]
 
 

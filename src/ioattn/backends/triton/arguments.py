@@ -137,6 +137,8 @@ class Box(NamedTuple):
     """An offset inside of the tile may need more than 31 bits."""
     PIECE: int = 0
     """A tile is held in pieces of so many columns; decoding knows no pieces."""
+    ORDER: str = ""
+    """In which order its rows lie in the tile: see `kernels/scores.py`."""
 
 
 class Form(NamedTuple):
@@ -150,6 +152,8 @@ class Form(NamedTuple):
     BOTTOM_RIGHT: bool
     LATE: bool
     """The scores stay Q K^T, and the scale is applied inside of the exponential: one multiplication less per score."""
+    SQUASHED: bool
+    """The scores stay (tanh - 1) / 2 of softcap, in the forward; twice softcap is applied inside of the exponential."""
     FUSED: bool
     """A weight's exponent is one multiply-add: 5% of a 16-bit kernel's time.
 

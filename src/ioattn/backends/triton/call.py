@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import triton
 from torch import Tensor
 
+from ioattn.assembler import sound_assembler
 from ioattn.backends.triton.config import Tiles
 from ioattn.launching import Arguments, Launch, addresses_of, by_address
 
@@ -27,7 +29,8 @@ class Prepared:
         if self.runner is not None:
             self.runner(*arguments, *self.constant)
         elif self.programs:
-            compiled = self.kernel[(self.programs,)](*arguments, *self.constant, **self.options)
+            with nullcontext() if INTERPRETED else sound_assembler():
+                compiled = self.kernel[(self.programs,)](*arguments, *self.constant, **self.options)
             if not INTERPRETED:
                 self.runner = Launch(compiled, self.programs)
 

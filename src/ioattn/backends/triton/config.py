@@ -158,13 +158,25 @@ products in the forward, four in dK and dV, three in dQ (`ioattn bench tune`). S
 causal problems (`tests/test_triton_compile.py`)."""
 
 
-def choose(problem: Problem, direction: Direction, gpu: Gpu | None) -> Tiles:
-    """The tiles of one kernel; `gpu` is None in Triton's interpreter."""
+WITH: dict[tuple[Direction, int, str], Tiles] = {
+    ("query", 128, "bias"): Tiles(64, 64, 4, 2),
+}
+"""What is preferred with a feature, in 16 bits on Hopper, up to a width: where the plain tiles spill, or wait."""
+
+
+def choose(problem: Problem, direction: Direction, gpu: Gpu | None, in_registers: bool = False) -> Tiles:
+    """The tiles of one kernel; `gpu` is None in Triton's interpreter.
+
+    `in_registers` says that bias and mask are read straight into registers: they take no shared memory.
+    """
     if gpu is None:
         return INTERPRETER if _may_split(problem, direction) else _whole(INTERPRETER)
     if direction == "delta":
         return DELTA
     choices = _choices(problem, direction, gpu)
+    preferred = next((x for x in choices if in_registers and fits(problem, direction, x, gpu, in_registers)), None)
+    if preferred is not None:
+        return preferred
     may_split = _may_split(problem, direction) and not gpu.tensor_memory
     may_split = may_split and min(problem.len_q, problem.len_k) >= SPLIT_ROWS
     halves = [t for t in choices if t.precision == FP16X3 and fits(problem, direction, t, gpu)]
@@ -192,12 +204,22 @@ def _choices(problem: Problem, direction: Direction, gpu: Gpu) -> tuple[Tiles, .
     # A tile of the bias's gradient costs what a tile of dQ costs.
     row_of: Direction = "query" if direction == "bias" else direction
     width = max(padded(problem.dim), padded(problem.dim_v))
-    return next(r.choices for r in TABLE[gpu.family, row_of, problem.dtype.itemsize] if width <= r.max_width)
+    choices = next(r.choices for r in TABLE[gpu.family, row_of, problem.dtype.itemsize] if width <= r.max_width)
+    if gpu.capability[0] == 9 and problem.dtype.itemsize == 2:
+        special = [WITH.get((direction, width, feature)) for feature in _features(problem)]
+        choices = (*(tiles for tiles in special if tiles is not None), *choices)
+    return choices
 
 
-def fits(problem: Problem, direction: Direction, tiles: Tiles, gpu: Gpu) -> bool:
+def _features(problem: Problem) -> tuple[str, ...]:
+    """Those that make a kernel's scores expensive, the most expensive first."""
+    present = {"bias": problem.bias, "mask": problem.mask, "softcap": problem.softcap}
+    return tuple(name for name, value in present.items() if value is not None)
+
+
+def fits(problem: Problem, direction: Direction, tiles: Tiles, gpu: Gpu, in_registers: bool = False) -> bool:
     """Whether the GPU has the shared memory that these tiles need."""
-    return shared_bytes(problem, direction, tiles, gpu) <= gpu.shared_memory
+    return shared_bytes(problem, direction, tiles, gpu, in_registers) <= gpu.shared_memory
 
 
 def _whole(tiles: Tiles) -> Tiles:
@@ -225,7 +247,7 @@ def objections(problem: Problem, gpu: Gpu | None) -> list[str]:
     return [f"the smallest tiles need {needs} bytes of shared memory; this GPU has {gpu.shared_memory} per program"]
 
 
-def shared_bytes(problem: Problem, direction: Direction, tiles: Tiles, gpu: Gpu) -> int:
+def shared_bytes(problem: Problem, direction: Direction, tiles: Tiles, gpu: Gpu, in_registers: bool = False) -> int:
     """Shared memory that the kernel needs at most: operands of products, once per stage where a loop loads them."""
     if direction == "delta":
         return 8 * tiles.q_tile * tiles.num_warps
@@ -235,7 +257,8 @@ def shared_bytes(problem: Problem, direction: Direction, tiles: Tiles, gpu: Gpu)
     if direction == "forward":
         kept = tiles.q_tile * padded(problem.dim)
     scores = tiles.q_tile * tiles.k_tile
-    extra = scores * (_bias_size(problem) + (problem.mask is not None)) + 2 * 4 * tiles.q_tile
+    per_score = 0 if in_registers else _bias_size(problem) + (problem.mask is not None)
+    extra = scores * per_score + 2 * 4 * tiles.q_tile
     stages = 1 if direction == "bias" else tiles.num_stages
     total = stages * (walked * size + extra) + kept * size
     if direction == "key_value":

@@ -41,7 +41,7 @@ from ioattn.backends.triton.kernels.tanh import tanh, tanh_of_scores
 from ioattn.compose import Formula, Function, fold
 from ioattn.launching import Arguments, on_device
 from ioattn.problem import Gradients, Problem, Tensors
-from ioattn.scores import Term
+from ioattn.scores import SOFTCAP, Term
 
 FILLING_PROGRAMS = 1024
 """What keeps the multiprocessors of any GPU busy to the end."""
@@ -134,7 +134,7 @@ def prepare_gradients(
         if delta is None or totals is None:
             return
         weights = _sink_weights(tensors.sinks, lse)
-        _make_delta(totals, delta, dlse, weights)
+        _make_delta(totals, delta, dlse, lse, weights)
         bias_gradient(everything)
         if partial is not None and grads.dbias is not None:
             grads.dbias.copy_(partial.unflatten(0, (parts, -1)).sum(0))
@@ -160,24 +160,50 @@ KERNELS: dict[Direction, tuple[Any, Any]] = {
 
 
 def _kernels(
-    problem: Problem, tensors: Tensors, direction: Direction, wide: bool, gpu: Gpu | None, formula: Arguments
+    problem: Problem,
+    tensors: Tensors,
+    direction: Direction,
+    wide: bool,
+    gpu: Gpu | None,
+    formula: Arguments,
+    stores_bias: bool = False,
 ) -> tuple[Group, Group]:
     """The kernel with halves, if there is one, and the one for everything else, repaired where something is hidden."""
     main, repair = KERNELS[direction]
     # The tiles of one sequence more clear what lies behind the last packed one.
     sequences = problem.batch + problem.packed
-    split, tiles = [], config.choose(problem, direction, gpu)
+    in_registers = _side_by_side(problem, tensors, gpu, stores_bias)
+    split, tiles = [], config.choose(problem, direction, gpu, in_registers)
     if tiles.precision == config.FP16X3:
         programs, numbers, form = _launch(problem, tensors, direction, wide, tiles)
         split = [Prepared(main, programs * sequences, (numbers, form, *formula), tiles)]
         tiles = config.choose_whole(problem, direction, gpu)
-    programs, numbers, form = _launch(problem, tensors, direction, wide, tiles)
+    order = ORDERS[direction] if in_registers else ""
+    programs, numbers, form = _launch(problem, tensors, direction, wide, tiles, order)
     constant = (numbers, form, *formula)
     whole = [Prepared(main, programs * sequences, constant, tiles)]
     if problem.band.bounded or problem.mask is not None or problem.bias is not None:
         # Without a pipeline, so that it needs no more shared memory than the kernel that it repairs.
         whole.append(Prepared(repair, programs * problem.batch, constant, tiles._replace(num_stages=1)))
     return split, whole
+
+
+ORDERS: dict[Direction, str] = {"forward": "columns", "key_value": "rows", "query": "columns"}
+"""The order of the keys in a tile that lets a thread read its part of a bias or a mask many bytes at a time."""
+
+
+def _side_by_side(problem: Problem, tensors: Tensors, gpu: Gpu | None, stores_bias: bool) -> bool:
+    """Whether keys are taken in that order: each 16 keys of a row start at a multiple of 16 bytes, on Hopper."""
+    per_score = [x for x in (tensors.bias, tensors.mask) if x is not None]
+    if not per_score or problem.dtype.itemsize != 2 or problem.len_k % 16 or stores_bias:
+        return False
+    if gpu is not None and gpu.capability[0] != 9:
+        return False
+    for x in per_score:
+        steps = [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1]
+        if x.stride(3) != 1 or any(step * x.element_size() % 16 for step in steps[:-1]) or x.data_ptr() % 16:
+            return False
+    return True
 
 
 def _prepare_halves(problem: Problem, tensors: Tensors, wide: bool, operands: int) -> tuple[Group, Group]:
@@ -210,7 +236,8 @@ def prepare_backward(
     delta = [Prepared(delta_kernel, programs * (1 if problem.packed else problem.batch), (numbers, form), tiles)]
     halves_key, key = _kernels(problem, tensors, "key_value", wide, gpu, formula)
     halves_value, value = _apart(halves_key), _apart(key)
-    halves_query, query = _kernels(problem, tensors, "query", wide, gpu, formula)
+    stores_bias = grads.dbias is not None and _repeats_nothing(problem)
+    halves_query, query = _kernels(problem, tensors, "query", wide, gpu, formula, stores_bias)
     before = _prepare_halves(problem, tensors, wide, 4 if halves_key or halves_query else 0)
     split = (halves_key, halves_value, halves_query)
     alone = grads.dbias is None or _repeats_nothing(problem)
@@ -312,7 +339,11 @@ def _sink_gradients(weights: Tensor, totals: Tensor, packed: bool) -> Tensor:
     return -torch.where(weights == 0, 0, weights * totals).sum(-1 if packed else (0, -1))
 
 
-def _make_delta(totals: Tensor, delta: Tensor, dlse: Tensor | None, sink_weights: Tensor) -> None:
+COARSE_LSE = 2.0**20
+"""From here on an LSE in float32 holds log(rowsum) to less than 1/16, and the weights of a row no longer sum to 1."""
+
+
+def _make_delta(totals: Tensor, delta: Tensor, dlse: Tensor | None, lse: Tensor, sink_weights: Tensor) -> None:
     """Turn sums of dS over the keys into a better delta: for what sums dS over many queries, sinks and repeated biases.
 
     delta was made of an output that may have been rounded to 16 bits, and its error has one sign for a whole row. The
@@ -321,6 +352,7 @@ def _make_delta(totals: Tensor, delta: Tensor, dlse: Tensor | None, sink_weights
     totals += delta * (1 - sink_weights)
     if dlse is not None:
         totals -= dlse
+    torch.where(lse.abs() < COARSE_LSE, totals, delta, out=totals)
 
 
 def _repeats_nothing(problem: Problem) -> bool:
@@ -328,7 +360,7 @@ def _repeats_nothing(problem: Problem) -> bool:
 
 
 def _launch(
-    problem: Problem, tensors: Tensors, direction: Direction, wide: bool, tiles: Tiles
+    problem: Problem, tensors: Tensors, direction: Direction, wide: bool, tiles: Tiles, order: str = ""
 ) -> tuple[int, Numbers, Form]:
     """How many programs each sequence has in the launch of a kernel, and what the kernel is told."""
     if direction == "key_value":
@@ -339,7 +371,7 @@ def _launch(
     if problem.packed:
         # Slack is cleared even where no sequence has a row.
         count = max(1, count)
-    return count * heads, _numbers(problem, tensors, heads, count), _form(problem, tiles, wide)
+    return count * heads, _numbers(problem, tensors, heads, count), _form(problem, tiles, wide, order)
 
 
 def _inputs(problem: Problem, tensors: Tensors, scales: Tensor | None) -> Inputs:
@@ -391,22 +423,23 @@ def _section(problem: Problem) -> int:
     return max(1, SECTION_BYTES // head_bytes)
 
 
-def _form(problem: Problem, tiles: Tiles, wide: bool) -> Form:
+def _form(problem: Problem, tiles: Tiles, wide: bool, order: str) -> Form:
     halves = tiles.precision == config.FP16X3
 
-    def box(rows: int, columns: int) -> Any:
+    def box(rows: int, columns: int, order: str = "") -> Any:
         width = padded(columns)
-        return constant_box(Box(rows, columns, width, wide, min(PIECE, width) if halves else width))
+        return constant_box(Box(rows, columns, width, wide, min(PIECE, width) if halves else width, order))
 
     late = not problem.terms and not problem.sinks and problem.scale > 0
     return Form(
         Q=box(tiles.q_tile, problem.dim),
-        K=box(tiles.k_tile, problem.dim),
-        V=box(tiles.k_tile, problem.dim_v),
+        K=box(tiles.k_tile, problem.dim, order),
+        V=box(tiles.k_tile, problem.dim_v, order),
         OUT=box(tiles.q_tile, problem.dim_v),
         GROUP=problem.group,
         BOTTOM_RIGHT=problem.align == "bottom-right",
         LATE=late,
+        SQUASHED=problem.terms == (SOFTCAP,) and not problem.sinks and _is_small(problem),
         FUSED=problem.bias is None and problem.dtype != torch.float32,
         EVEN=(problem.bias is not None or problem.mask is not None) and problem.len_k % 16 == 0,
         PRECISION=tiles.precision,
@@ -428,9 +461,12 @@ def _is_wide(problem: Problem, tensors: Tensors, others: Sequence[Tensor]) -> bo
 
 def formula_of(problem: Problem) -> Formula:
     """The score terms as Triton functions."""
-    # The error of a score is that of its tanh times softcap.
-    small = problem.dtype != torch.float32 and problem.softcap is not None and problem.softcap <= 100
-    return _folded(problem.terms, tanh_of_scores if small else tanh)
+    return _folded(problem.terms, tanh_of_scores if _is_small(problem) else tanh)
+
+
+def _is_small(problem: Problem) -> bool:
+    """Whether a short way to tanh is accurate enough: the error of a score is that of its tanh times softcap."""
+    return problem.dtype != torch.float32 and problem.softcap is not None and problem.softcap <= 100
 
 
 @lru_cache

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ioattn.backends.triton.kernels.products import add_product, belongs_to_others, multiply, only_finite, scales_of
+from ioattn.backends.triton.kernels.scores import distance_at, mask_at, operands_at, pairs_at, turned_pairs_at, words_at
 from ioattn.backends.triton.kernels.tiles import (
     EDGE,
     FULL,
@@ -18,7 +19,6 @@ from ioattn.backends.triton.kernels.tiles import (
     clear_slack,
     decoded,
     device,
-    distance_at,
     edge_start,
     every_tile,
     keep,
@@ -28,8 +28,6 @@ from ioattn.backends.triton.kernels.tiles import (
     load_seeing_queries,
     load_tile,
     margin_at,
-    mask_at,
-    operands_at,
     place,
     query_ranges,
     rounded,
@@ -88,12 +86,22 @@ def key_value_kernel(inputs, upstream, dk, dv, numbers, form: tl.constexpr, step
     ranges = query_ranges(k_start, task, form)
     for head in range(kv_head * form.GROUP, (kv_head + 1) * form.GROUP):
         task = Task(inputs, numbers, head, seq, scales)
+        # A tile ahead: see the forward.
+        ahead = words_at(ranges.full_start, k_start, task, form, EDGE)
         for q_start in range(ranges.full_start, ranges.full_end, form.Q.ROWS):
+            words = ahead
+            next_start = tl.minimum(q_start + form.Q.ROWS, ranges.full_end - form.Q.ROWS)
+            ahead = words_at(next_start, k_start, task, form, FULL)
             queries = load_queries(task, upstream, q_start, form, FULL)
-            dk_tile, dv_tile = add_queries(dk_tile, dv_tile, queries, keys, task, dk, dv, form, step, dstep, FULL)
+            dk_tile, dv_tile = add_queries(
+                dk_tile, dv_tile, queries, keys, words, task, dk, dv, form, step, dstep, FULL
+            )
         for edge in range(ranges.edges):
             queries = load_queries(task, upstream, edge_start(edge, ranges, form.Q.ROWS), form, EDGE)
-            dk_tile, dv_tile = add_queries(dk_tile, dv_tile, queries, keys, task, dk, dv, form, step, dstep, EDGE)
+            words = words_at(queries.start, k_start, task, form, EDGE)
+            dk_tile, dv_tile = add_queries(
+                dk_tile, dv_tile, queries, keys, words, task, dk, dv, form, step, dstep, EDGE
+            )
     store_keys(dk_tile, dv_tile, dk, dv, kv_head, k_start, task, form)
 
 
@@ -121,6 +129,7 @@ def add_queries(
     dv_tile,
     queries,
     keys,
+    words,
     task,
     dk,
     dv,
@@ -130,14 +139,13 @@ def add_queries(
     KIND: tl.constexpr,
 ):
     """Add what one tile of queries contributes to a tile of dK and dV; scores are [K, Q]."""
-    row = (queries.start + tl.arange(0, form.Q.ROWS))[None, :]
-    col = (keys.start + tl.arange(0, form.K.ROWS))[:, None]
-    operands = operands_at(row, col, task)
-    mask = mask_at(row, col, task)
-    distance = distance_at(row, col, task)
+    pairs = turned_pairs_at(queries.start, keys.start, form)
+    operands = operands_at(pairs, words, task, form)
+    mask = mask_at(pairs, words, task, form)
+    distance = distance_at(pairs, task)
     product = multiply(keys.k, queries.q, form)
     weights = weights_of(product, distance, operands, queries.lse[None, :], task, form, step)
-    margin = margin_at(row, col, mask, task, KIND)
+    margin = margin_at(pairs, mask, task, KIND)
     # Where a row's lse is NaN, exp has not made the hidden weights zero.
     weights = keep(margin, weights, 0.0)
     if dv is not None:
@@ -176,12 +184,20 @@ def query_kernel(
     dq_tile = zeros_for(form.Q)
     total = tl.zeros((form.Q.ROWS,), tl.float32)
     ranges = key_ranges(q_start, task, form)
+    ahead = words_at(q_start, ranges.full_start, task, form, EDGE)
     for k_start in range(ranges.full_start, ranges.full_end, form.K.ROWS):
+        words = ahead
+        ahead = words_at(q_start, tl.minimum(k_start + form.K.ROWS, ranges.full_end - form.K.ROWS), task, form, FULL)
         keys = load_keys(task, k_start, form, FULL)
-        dq_tile, total = add_keys(dq_tile, total, queries, keys, task, dbias, totals, form, step, dstep, FULL)
-    for edge in range(ranges.edges):
-        keys = load_keys(task, edge_start(edge, ranges, form.K.ROWS), form, EDGE)
-        dq_tile, total = add_keys(dq_tile, total, queries, keys, task, dbias, totals, form, step, dstep, EDGE)
+        dq_tile, total = add_keys(dq_tile, total, queries, keys, words, task, dbias, totals, form, step, dstep, FULL)
+    # As in the forward.
+    if ranges.edges > 0:
+        for edge in range(ranges.edges):
+            keys = load_keys(task, edge_start(edge, ranges, form.K.ROWS), form, EDGE)
+            words = words_at(q_start, keys.start, task, form, EDGE)
+            dq_tile, total = add_keys(
+                dq_tile, total, queries, keys, words, task, dbias, totals, form, step, dstep, EDGE
+            )
     store_tile(
         dq_tile, numbers.scale * scales.k, dq, row_at(dq, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q
     )
@@ -197,6 +213,7 @@ def add_keys(
     total,
     queries,
     keys,
+    words,
     task,
     dbias,
     totals,
@@ -206,17 +223,18 @@ def add_keys(
     KIND: tl.constexpr,
 ):
     """Add what one tile of keys contributes to a tile of dQ, and to the sums of dS; scores are [Q, K]."""
-    row = (queries.start + tl.arange(0, form.Q.ROWS))[:, None]
-    col = (keys.start + tl.arange(0, form.K.ROWS))[None, :]
-    operands = operands_at(row, col, task)
-    mask = mask_at(row, col, task)
-    distance = distance_at(row, col, task)
+    pairs = pairs_at(queries.start, keys.start, form)
+    operands = operands_at(pairs, words, task, form)
+    mask = mask_at(pairs, words, task, form)
+    distance = distance_at(pairs, task)
     product = multiply(queries.q, keys.k, form)
     dscores = dscores_of(product, distance, operands, queries, keys, task, form, step, KIND)
-    dscores = keep(margin_at(row, col, mask, task, KIND), dscores, 0.0)
+    dscores = keep(margin_at(pairs, mask, task, KIND), dscores, 0.0)
     if dbias is not None:
-        pointers = row_at(dbias, task.seq.batch, task.head, row.to(tl.int64)) + col.to(tl.int64) * dbias.column
-        exists = (row < task.seq.len_q) & (col < task.seq.len_k)
+        pointers = (
+            row_at(dbias, task.seq.batch, task.head, pairs.row.to(tl.int64)) + pairs.col.to(tl.int64) * dbias.column
+        )
+        exists = (pairs.row < task.seq.len_q) & (pairs.col < task.seq.len_k)
         tl.store(pointers, rounded(dscores, dbias.ptr.dtype.element_ty), mask=exists)
     if totals is not None:
         total += tl.sum(dscores, 1)
@@ -287,10 +305,10 @@ def bias_kernel(
 @device
 def dscores_at(queries, keys, task, form: tl.constexpr, step: tl.constexpr):
     """The gradient of the finished scores of a tile, [Q, K]."""
-    row = (queries.start + tl.arange(0, form.Q.ROWS))[:, None]
-    col = (keys.start + tl.arange(0, form.K.ROWS))[None, :]
-    operands = operands_at(row, col, task)
-    mask = mask_at(row, col, task)
+    pairs = pairs_at(queries.start, keys.start, form)
+    words = words_at(queries.start, keys.start, task, form, EDGE)
+    operands = operands_at(pairs, words, task, form)
+    mask = mask_at(pairs, words, task, form)
     product = multiply(queries.q, keys.k, form)
-    dscores = dscores_of(product, distance_at(row, col, task), operands, queries, keys, task, form, step, EDGE)
-    return keep(margin_at(row, col, mask, task, EDGE), dscores, 0.0)
+    dscores = dscores_of(product, distance_at(pairs, task), operands, queries, keys, task, form, step, EDGE)
+    return keep(margin_at(pairs, mask, task, EDGE), dscores, 0.0)

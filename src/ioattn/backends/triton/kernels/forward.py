@@ -18,6 +18,8 @@ from ioattn.backends.triton.kernels.products import (
     only_finite,
     scales_of,
 )
+from ioattn.backends.triton.kernels.scores import distance_at, mask_at, operands_at, pairs_at, words_at
+from ioattn.backends.triton.kernels.tanh import squashed
 from ioattn.backends.triton.kernels.tiles import (
     EDGE,
     FULL,
@@ -27,15 +29,12 @@ from ioattn.backends.triton.kernels.tiles import (
     clear_slack,
     decoded,
     device,
-    distance_at,
     edge_start,
     keep,
     key_ranges,
     load_keys,
     load_q,
     margin_at,
-    mask_at,
-    operands_at,
     or_zero,
     place,
     rounded,
@@ -72,11 +71,21 @@ def forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.const
     ranges = key_ranges(q_start, task, form)
     row_max, row_sum = sink_or_nothing(task, form)
     acc = zeros_for(form.OUT)
+    # A tile ahead: the assembler would put these loads where their results are needed, one after the other.
+    ahead = words_at(q_start, ranges.full_start, task, form, EDGE)
     for k_start in range(ranges.full_start, ranges.full_end, form.K.ROWS):
-        row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, q_start, k_start, task, form, step, FULL)
-    for edge in range(ranges.edges):
-        k_start = edge_start(edge, ranges, form.K.ROWS)
-        row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, q_start, k_start, task, form, step, EDGE)
+        words = ahead
+        ahead = words_at(q_start, tl.minimum(k_start + form.K.ROWS, ranges.full_end - form.K.ROWS), task, form, FULL)
+        pairs = pairs_at(q_start, k_start, form)
+        row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, words, pairs, task, form, step, FULL)
+    # Without this test the assembler does not see that the products of a loop that runs not at all are none, and has
+    # the tensor cores wait after each instruction.
+    if ranges.edges > 0:
+        for edge in range(ranges.edges):
+            k_start = edge_start(edge, ranges, form.K.ROWS)
+            words = words_at(q_start, k_start, task, form, EDGE)
+            pairs = pairs_at(q_start, k_start, form)
+            row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, words, pairs, task, form, step, EDGE)
     store_results(row_max, row_sum, acc, out, lse, q_start, task, form)
 
 
@@ -91,6 +100,8 @@ def store_results(row_max, row_sum, acc, out, lse, q_start, task, form: tl.const
     store_tile(acc, factor, out, row_at(out, seq.batch, task.head, seq.start_q), q_start, seq.len_q, form.OUT)
     if form.LATE:
         row_max *= score_scale(task)
+    if form.SQUASHED:
+        row_max = task.inputs.softcap * (2.0 * row_max + 1.0)
     row = q_start + tl.arange(0, form.Q.ROWS)
     pointers = row_at(lse, seq.batch, task.head, seq.start_q) + row.to(tl.int64) * lse.row
     tl.store(pointers, row_max + tl.log(row_sum), mask=row < seq.len_q)
@@ -98,21 +109,22 @@ def store_results(row_max, row_sum, acc, out, lse, q_start, task, form: tl.const
 
 @device
 def attend(
-    row_max, row_sum, acc, q_tile, q_start, k_start, task, form: tl.constexpr, step: tl.constexpr, KIND: tl.constexpr
+    row_max, row_sum, acc, q_tile, words, pairs, task, form: tl.constexpr, step: tl.constexpr, KIND: tl.constexpr
 ):
     """The online softmax over one tile of keys."""
-    keys = load_keys(task, k_start, form, KIND)
-    row = (q_start + tl.arange(0, form.Q.ROWS))[:, None]
-    col = (k_start + tl.arange(0, form.K.ROWS))[None, :]
-    operands = operands_at(row, col, task)
-    mask = mask_at(row, col, task)
+    keys = load_keys(task, pairs.k_start, form, KIND)
+    operands = operands_at(pairs, words, task, form)
+    mask = mask_at(pairs, words, task, form)
     scores = multiply(q_tile, keys.k, form)
     factor = LOG2E
     if form.LATE:
         factor = score_scale(task) * LOG2E
+    elif form.SQUASHED:
+        scores = squashed(scores * (score_scale(task) * (2.0 * LOG2E) / task.inputs.softcap))
+        factor = task.inputs.softcap * (2.0 * LOG2E)
     else:
-        scores = step(scores * score_scale(task), distance_at(row, col, task), operands)
-    scores = keep(margin_at(row, col, mask, task, KIND), scores, -INF)
+        scores = step(scores * score_scale(task), distance_at(pairs, task), operands)
+    scores = keep(margin_at(pairs, mask, task, KIND), scores, -INF)
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     shift = or_zero(new_max)
     if form.FUSED:

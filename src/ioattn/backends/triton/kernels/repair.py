@@ -15,6 +15,7 @@ import triton.language as tl
 from ioattn.backends.triton.kernels.backward import add_keys, add_queries, store_keys, sum_for
 from ioattn.backends.triton.kernels.forward import attend, sink_or_nothing, store_results
 from ioattn.backends.triton.kernels.products import add_special, scales_of
+from ioattn.backends.triton.kernels.scores import mask_at, pairs_at, turned_pairs_at, words_at
 from ioattn.backends.triton.kernels.tiles import (
     EDGE,
     EXACT,
@@ -30,7 +31,6 @@ from ioattn.backends.triton.kernels.tiles import (
     load_seeing_queries,
     load_tile,
     margin_at,
-    mask_at,
     place,
     query_ranges,
     row_at,
@@ -73,7 +73,9 @@ def repair_forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: t
     acc = zeros_for(form.OUT)
     for edge in range(ranges.edges):
         k_start = edge_start(edge, ranges, form.K.ROWS)
-        row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, q_start, k_start, task, form, step, EXACT)
+        words = words_at(q_start, k_start, task, form, EDGE)
+        pairs = pairs_at(q_start, k_start, form)
+        row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, words, pairs, task, form, step, EXACT)
     for edge in range(ranges.edges):
         keys = load_keys(task, edge_start(edge, ranges, form.K.ROWS), form, EDGE)
         acc = add_special_values(acc, q_start, keys, task, form)
@@ -83,9 +85,13 @@ def repair_forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: t
 @device
 def add_special_values(acc, q_start, keys, task, form: tl.constexpr):
     """Add what is infinite or NaN in one tile of V, where it is visible."""
-    row = (q_start + tl.arange(0, form.Q.ROWS))[:, None]
-    col = (keys.start + tl.arange(0, form.K.ROWS))[None, :]
-    visible = margin_at(row, col, mask_at(row, col, task), task, EXACT) >= 0
+    pairs = pairs_at(q_start, keys.start, form)
+    visible = (
+        margin_at(
+            pairs, mask_at(pairs, words_at(pairs.q_start, pairs.k_start, task, form, EDGE), task, form), task, EXACT
+        )
+        >= 0
+    )
     return (add_special(acc[0], visible, keys.v, form, False),)
 
 
@@ -117,7 +123,10 @@ def repair_key_value_kernel(
         task = Task(inputs, numbers, head, seq, scales)
         for edge in range(ranges.edges):
             queries = load_seeing_queries(task, upstream, edge_start(edge, ranges, form.Q.ROWS), form)
-            dk_tile, dv_tile = add_queries(dk_tile, dv_tile, queries, keys, task, dk, dv, form, step, dstep, EXACT)
+            words = words_at(queries.start, k_start, task, form, EDGE)
+            dk_tile, dv_tile = add_queries(
+                dk_tile, dv_tile, queries, keys, words, task, dk, dv, form, step, dstep, EXACT
+            )
         for edge in range(ranges.edges):
             queries = load_seeing_queries(task, upstream, edge_start(edge, ranges, form.Q.ROWS), form)
             dk_tile, dv_tile = add_special_queries(dk_tile, dv_tile, queries, k_start, task, dk, dv, form)
@@ -127,9 +136,13 @@ def repair_key_value_kernel(
 @device
 def add_special_queries(dk_tile, dv_tile, queries, k_start, task, dk, dv, form: tl.constexpr):
     """Add what is infinite or NaN in one tile of Q and of dO, where it is visible."""
-    row = (queries.start + tl.arange(0, form.Q.ROWS))[None, :]
-    col = (k_start + tl.arange(0, form.K.ROWS))[:, None]
-    visible = margin_at(row, col, mask_at(row, col, task), task, EXACT) >= 0
+    pairs = turned_pairs_at(queries.start, k_start, form)
+    visible = (
+        margin_at(
+            pairs, mask_at(pairs, words_at(pairs.q_start, pairs.k_start, task, form, EDGE), task, form), task, EXACT
+        )
+        >= 0
+    )
     if dk is not None:
         dk_tile = (add_special(dk_tile[0], visible, queries.q, form, True),)
     if dv is not None:
@@ -158,7 +171,8 @@ def repair_query_kernel(
     ranges = every_tile(key_ranges(q_start, task, form), form.K.ROWS)
     for edge in range(ranges.edges):
         keys = load_keys(task, edge_start(edge, ranges, form.K.ROWS), form, EDGE)
-        dq_tile, total = add_keys(dq_tile, total, queries, keys, task, None, None, form, step, dstep, EXACT)
+        words = words_at(q_start, keys.start, task, form, EDGE)
+        dq_tile, total = add_keys(dq_tile, total, queries, keys, words, task, None, None, form, step, dstep, EXACT)
     for edge in range(ranges.edges):
         keys = load_keys(task, edge_start(edge, ranges, form.K.ROWS), form, EDGE)
         dq_tile = add_special_keys(dq_tile, q_start, keys, task, form)
@@ -168,7 +182,11 @@ def repair_query_kernel(
 @device
 def add_special_keys(dq_tile, q_start, keys, task, form: tl.constexpr):
     """Add what is infinite or NaN in one tile of K, where it is visible."""
-    row = (q_start + tl.arange(0, form.Q.ROWS))[:, None]
-    col = (keys.start + tl.arange(0, form.K.ROWS))[None, :]
-    visible = margin_at(row, col, mask_at(row, col, task), task, EXACT) >= 0
+    pairs = pairs_at(q_start, keys.start, form)
+    visible = (
+        margin_at(
+            pairs, mask_at(pairs, words_at(pairs.q_start, pairs.k_start, task, form, EDGE), task, form), task, EXACT
+        )
+        >= 0
+    )
     return (add_special(dq_tile[0], visible, keys.k, form, True),)

@@ -221,9 +221,20 @@ def row_at(matrix, batch, head, row):
 
 
 @device
+def rows_of(box: tl.constexpr):
+    """The rows of a tile, from 0, in the order in which the tile holds them: see `scores.py`."""
+    row = tl.arange(0, box.ROWS)
+    if box.ORDER == "columns":
+        row = row & -32 | (row & 6) << 2 | (row & 24) >> 2 | row & 1
+    elif box.ORDER == "rows":
+        row = row & -16 | (row & 7) << 1 | (row & 8) >> 3
+    return row
+
+
+@device
 def pointers_at(matrix, first, start, box: tl.constexpr, PIECE: tl.constexpr):
     """The addresses of one piece of the tile that starts at row `start` behind row `first`."""
-    row = tl.arange(0, box.ROWS)[:, None]
+    row = rows_of(box)[:, None]
     column = (PIECE * box.PIECE + tl.arange(0, box.PIECE))[None, :]
     if box.WIDE:
         row = row.to(tl.int64)
@@ -234,7 +245,7 @@ def pointers_at(matrix, first, start, box: tl.constexpr, PIECE: tl.constexpr):
 @device
 def exists_at(start, n, box: tl.constexpr, PIECE: tl.constexpr):
     """Which elements of the piece exist in a matrix of n rows."""
-    exists = (start + tl.arange(0, box.ROWS) < n)[:, None]
+    exists = (start + rows_of(box) < n)[:, None]
     if box.COLUMNS != box.WIDTH:
         exists = exists & (PIECE * box.PIECE + tl.arange(0, box.PIECE) < box.COLUMNS)[None, :]
     return exists
@@ -260,7 +271,7 @@ def load_operand(matrix, first, start, n, box: tl.constexpr, form: tl.constexpr,
         exists = None
         other = None
         if KIND != FULL:
-            exists = (start + tl.arange(0, box.ROWS) < n)[:, None]
+            exists = (start + rows_of(box) < n)[:, None]
             other = 0.0
         high = ()
         low = ()
@@ -368,9 +379,11 @@ def load_keys(task, start, form: tl.constexpr, KIND: tl.constexpr):
 
 
 @device
-def margin_at(row, col, mask, task, KIND: tl.constexpr):
+def margin_at(pairs, mask, task, KIND: tl.constexpr):
     """Negative for scores that do not count, given what `mask_at` found; None where all of them do."""
     margin = None
+    row = pairs.row
+    col = pairs.col
     if KIND != FULL:
         shift = task.seq.shift
         last = task.seq.len_k - 1
@@ -381,74 +394,33 @@ def margin_at(row, col, mask, task, KIND: tl.constexpr):
         if task.inputs.lo is not None:
             margin = margin | (col - (row + (shift + (task.inputs.lo >> 2))))
     if mask is not None:
-        masked = mask.to(tl.int32) - 1
-        margin = masked if margin is None else margin | masked
+        margin = mask if margin is None else margin | mask
     return margin
 
 
 @device
 def keep(margin, x, OTHER: tl.constexpr):
-    """x where scores count, OTHER elsewhere."""
+    """x where scores count, OTHER, which is 0 or -inf, elsewhere.
+
+    By assembly: LLVM would compare the whole tile, pack the results into words and take these apart again, 8
+    instructions per score instead of 2, or select after rounding to 16 bits, 3.
+    """
     if margin is not None:
-        x = tl.where(opaque(margin) >= 0, x, OTHER)
+        if PTX:
+            BITS: tl.constexpr = "0f00000000" if OTHER == 0 else "0fFF800000"
+            asm: tl.constexpr = "{ .reg .pred p; setp.lt.s32 p, $2, 0; selp.f32 $0, " + BITS + ", $1, p; }"
+            x = tl.inline_asm_elementwise(asm, "=f,f,r", [x, margin], tl.float32, True, 1)
+        else:
+            x = tl.where(margin >= 0, x, OTHER)
     return x
 
 
 @device
 def opaque(x):
-    """x, of which LLVM cannot know that it is a part of a tile.
-
-    It would compare the whole tile, pack the results into words and take these apart again: 8 instructions per score
-    instead of 2.
-    """
+    """x, of which LLVM cannot know where it comes from."""
     if PTX:
         x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, True, 1)
     return x
-
-
-@device
-def mask_at(row, col, task):
-    """The tile of the boolean mask as bytes, None where there is none."""
-    mask = task.inputs.mask
-    tile = None
-    if mask is not None:
-        tile = load_scores(mask, row, col, task)
-    return tile
-
-
-@device
-def load_scores(matrix, row, col, task):
-    """The elements of a bias or a mask that belong to these scores; what does not exist is 0.
-
-    Issued before the product that makes the scores: to hide the latency, and because the layout of what comes last is
-    the one that Triton keeps its rows' maxima in.
-    """
-    pointers = row_at(matrix, task.seq.batch, task.head, row.to(tl.int64)) + col.to(tl.int64) * matrix.column
-    if matrix.ptr.dtype.element_ty == tl.int1:
-        pointers = pointers.to(tl.pointer_type(tl.int8), bitcast=True)
-    return tl.load(pointers, mask=(row < task.seq.len_q) & (col < task.seq.len_k), other=0)
-
-
-@device
-def distance_at(row, col, task):
-    """abs(i + Nk - Nq - j) where a term asks for it."""
-    distance = 0.0
-    if task.inputs.slopes is not None:
-        distance = tl.abs(row + (task.seq.len_k - task.seq.len_q) - col).to(tl.float32)
-    return distance
-
-
-@device
-def operands_at(row, col, task):
-    """The operands of the score terms, in the terms' order."""
-    operands = ()
-    if task.inputs.softcap is not None:
-        operands += (task.inputs.softcap,)
-    if task.inputs.slopes is not None:
-        operands += (tl.load(task.inputs.slopes + task.head).to(tl.float32),)
-    if task.inputs.bias is not None:
-        operands += (load_scores(task.inputs.bias, row, col, task).to(tl.float32),)
-    return operands
 
 
 @device
