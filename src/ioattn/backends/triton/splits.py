@@ -65,9 +65,13 @@ stage more 4.27, with 64 keys and 6 stages 4.21."""
 SEVERAL = LARGE._replace(turned=True)
 """8 tokens at B16 N8192: 3.97 TB/s, not turned 0.98 of that, with 64 keys 0.92."""
 
+MANY_HEADS = CacheTiles(16, 64, 4, 3, turned=True)
+"""Two heads and more for each processor, one token: B64 N4096 at 4.37 TB/s, 4.34 with 128 keys on 8 warps."""
+
 MANY_ROWS = CacheTiles(64, 64, 4, 3)
 """64 rows: weights go from one product to the next in registers. Turned around they pass through shared memory, and
-maxima from warp to warp: 2.28 TB/s for 16 tokens at B16 N8192."""
+maxima from warp to warp: 2.27 TB/s for 16 tokens at B16 N8192. In one piece for each processor 3.91, in two 3.28; B1
+N131072 in 32 pieces 3.91."""
 
 SHORT_PAGES = CacheTiles(16, 128, 8, 4, beside=1)
 """One head for each processor, in pages shorter than a tile: B16 N8192 in pages of 16 at 4.07 TB/s, 3.80 with 64 keys
@@ -92,14 +96,16 @@ side, each from zero as float32 needs it, 3.32, and where they go on in the tens
 
 FEW_ROWS = {
     64: CacheTiles(1, 64, 4, 4, lanes=8),
-    128: CacheTiles(1, 32, 4, 4, lanes=8),
+    128: CacheTiles(1, 32, 4, 3, lanes=8),
     256: CacheTiles(1, 16, 4, 4, lanes=16),
 }
 """In float32, by width, for up to MAX_FEW_ROWS rows: multiply-adds, 4 for each number read, take a third of the time
-that reading takes, and are exact to rounding."""
+that reading takes, and are exact to rounding. 4 rows at B16 N8192: 4.24 TB/s, with 4 stages 4.22, with 16 lanes and
+4 stages 4.24, with 64 keys on 8 warps 4.25, by tensor cores 3.28."""
 
 MAX_FEW_ROWS = 4
-"""Queries and their sums take 32 registers a row at D 128. More than 4, up to 8, would lie in twice as many threads."""
+"""Queries and their sums take 32 registers a row at D 128. In twice as many threads 8 rows at B16 N8192 reach 3.63 TB/s
+with an error of 6e-7, by tensor cores 3.57 with 1.2e-6; but 5 rows, which are computed as 8, would spill."""
 
 
 def choose(problem: Problem, gpu: Gpu | None) -> CacheTiles:
@@ -114,7 +120,7 @@ def choose(problem: Problem, gpu: Gpu | None) -> CacheTiles:
         tiles = FEW_ROWS[width]
     else:
         tiles = tiles_of_halves(problem, rows, gpu) if (size, width) == (2, 128) else SMALL[size, width]
-    lanes = min(tiles.lanes * (2 if rows > 4 and width > 64 else 1), padded(problem.dim) // 4)
+    lanes = min(tiles.lanes, padded(problem.dim) // 4)
     tiles = tiles._replace(q_tile=max(tiles.q_tile, min(MAX_ROWS, 1 << (rows - 1).bit_length())), lanes=lanes)
     if gpu is None:
         return tiles._replace(q_tile=min(MAX_ROWS, tiles.q_tile))
@@ -136,10 +142,12 @@ def tiles_of_halves(problem: Problem, rows: int, gpu: Gpu) -> CacheTiles:
             return MANY_SHORT_PAGES
         return SHORT_PAGES if 0.9 <= share <= 1 and rows <= 16 else small
     if gpu.family == "wgmma" and rows > MAX_ROWS // 2:
-        return MANY_ROWS
-    if share >= 0.9:
-        return SEVERAL if problem.len_q > 1 and gpu.family == "wgmma" else LARGE
-    return small
+        return MANY_ROWS._replace(beside=1) if share >= 0.9 else MANY_ROWS
+    if share < 0.9:
+        return small
+    if gpu.family == "mma":
+        return LARGE
+    return SEVERAL if problem.len_q > 1 else MANY_HEADS if share >= 1.8 else LARGE
 
 
 def shared_bytes(problem: Problem, tiles: CacheTiles) -> int:
