@@ -73,6 +73,12 @@ MANY_ROWS = CacheTiles(64, 64, 4, 3)
 maxima from warp to warp: 2.27 TB/s for 16 tokens at B16 N8192. In one piece for each processor 3.91, in two 3.28; B1
 N131072 in 32 pieces 3.91."""
 
+SHORT = CacheTiles(16, 64, 4, 4, beside=1)
+"""Few keys: at B1 N8192 16 pieces take 13.8 us and 32, two of which share a processor, 14.3."""
+
+MAX_SHORT_TILES = 8
+"""So many tiles of 64 keys for each processor are few."""
+
 SHORT_PAGES = CacheTiles(16, 128, 8, 4, beside=1)
 """One head for each processor, in pages shorter than a tile: B16 N8192 in pages of 16 at 4.07 TB/s, 3.80 with 64 keys
 in 2 pieces, 3.24 with 64 keys in one: 4 warps make the addresses of a tile too slowly."""
@@ -82,9 +88,9 @@ MANY_SHORT_PAGES = CacheTiles(16, 64, 4, 4)
 heads on 132 processors then end more evenly."""
 
 SMALL = {
-    (2, 64): CacheTiles(16, 128, 4, 3, ahead=1, soon=True),
-    (2, 128): CacheTiles(16, 64, 4, 3, ahead=1, soon=True),
-    (2, 256): CacheTiles(16, 32, 4, 3, ahead=1, soon=True),
+    (2, 64): CacheTiles(16, 128, 4, 3),
+    (2, 128): CacheTiles(16, 64, 4, 3),
+    (2, 256): CacheTiles(16, 32, 4, 3),
     (4, 64): CacheTiles(16, 64, 4, 3, "tf32x3"),
     (4, 128): CacheTiles(16, 32, 4, 3, "tf32x3"),
     (4, 256): CacheTiles(16, 16, 4, 3, "tf32x3"),
@@ -144,7 +150,8 @@ def tiles_of_halves(problem: Problem, rows: int, gpu: Gpu) -> CacheTiles:
     if gpu.family == "wgmma" and rows > MAX_ROWS // 2:
         return MANY_ROWS._replace(beside=1) if share >= 0.9 else MANY_ROWS
     if share < 0.9:
-        return small
+        few = heads * count(keys_in_reach(problem), SHORT.k_tile) <= MAX_SHORT_TILES * gpu.processors
+        return SHORT if few else small
     if gpu.family == "mma":
         return LARGE
     return SEVERAL if problem.len_q > 1 else MANY_HEADS if share >= 1.8 else LARGE
