@@ -112,12 +112,12 @@ def decode_arguments(
 
 
 def _partial_results(problem: Problem, number: int) -> tuple[Tensor | None, Tensor | None]:
-    """Memory for the outputs and the LSE of all pieces, if there are several."""
+    """Memory for the outputs of all pieces, and their maxima and sums of weights, if there are several."""
     if number == 1:
         return None, None
     rows = problem.batch * problem.heads * problem.len_q * number
     out = torch.empty(rows * problem.dim_v, dtype=torch.float32, device=problem.device)
-    return out, torch.empty(rows, dtype=torch.float32, device=problem.device)
+    return out, torch.empty(2 * rows, dtype=torch.float32, device=problem.device)
 
 
 def prepare_decode(

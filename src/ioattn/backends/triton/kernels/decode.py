@@ -3,8 +3,8 @@
 Reads like `eager.decode`. A tile of scores is [rows, keys], or turned around, [keys, rows], where tensor cores take
 at least 64 rows of a first operand: keys are many, and K and V then never pass through registers. The
 query heads of a group, times the new tokens, are the rows of one tile, so that K and V
-are read once. A row of the tile is `token * GROUP + member`. Pieces leave normalised partial outputs and their LSE in
-float32; `combine_kernel` is `merge.merge`, with the sink as one more piece.
+are read once. A row of the tile is `token * GROUP + member`. Pieces leave normalised partial outputs, maxima and sums
+of weights in float32; `combine_kernel` is `merge.merge`, with the sink as one more piece.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ioattn.backends.triton.kernels.pieces import (
     page_at,
     piece_of,
     places_of,
+    store_lse,
     walk_of,
 )
 from ioattn.backends.triton.kernels.products import dot, only_finite
@@ -200,21 +201,21 @@ def store_results(row_max, row_sum, acc, out, lse, piece, numbers, form: tl.cons
     acc = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
     if form.LATE:
         row_max *= numbers.scale
-    row_lse = row_max + tl.log(row_sum)
     exists = piece.token < numbers.len_q
     column = tl.arange(0, form.V.WIDTH)[None, :]
     rows_of_out, rows_of_lse, step_of_out = places_of(out, lse, piece, numbers, form)
     kept = exists[:, None] & (column < form.V.COLUMNS)
     pointers = rows_of_out[:, None] + column * step_of_out
     tl.store(pointers, acc.to(pointers.dtype.element_ty), mask=kept)
-    tl.store(rows_of_lse, row_lse, mask=exists)
+    store_lse(rows_of_lse, row_max, row_sum, exists, form)
 
 
 @triton.jit
-def combine_kernel(partial, partial_lse, out, lse, sinks, numbers, form: tl.constexpr):
+def combine_kernel(partial, softmaxes, out, lse, sinks, numbers, form: tl.constexpr):
     """Overwrite some columns of one row of `out`, and its `lse`, from the results of all pieces.
 
-    A sink counts as one piece whose value is zero. The pieces are walked over in tiles, as keys are.
+    Of each piece `softmaxes` holds the maximum of the scores and the sum of the weights. A sink counts as one piece whose
+    value is zero. The pieces are walked over in tiles, as keys are.
     """
     numbers = decoded(numbers)
     program = tl.program_id(0)
@@ -235,12 +236,13 @@ def combine_kernel(partial, partial_lse, out, lse, sinks, numbers, form: tl.cons
     for first in range(0, numbers.pieces, form.V.ROWS):
         piece = first + tl.arange(0, form.V.ROWS)
         exists = piece < numbers.pieces
-        lses = tl.load(partial_lse + row + piece, mask=exists, other=-INF)
+        maxima = tl.load(softmaxes + 2 * (row + piece), mask=exists, other=-INF)
+        sums = tl.load(softmaxes + 2 * (row + piece) + 1, mask=exists, other=0.0)
         pointers = partial + (row + piece)[:, None] * form.V.COLUMNS + column[None, :]
         outs = tl.load(pointers, mask=exists[:, None] & kept[None, :], other=0.0)
-        new_max = tl.maximum(row_max, tl.max(lses, 0))
+        new_max = tl.maximum(row_max, tl.max(maxima, 0))
         shift = or_zero(new_max)
-        weights = tl.exp2((lses - shift) * LOG2E)
+        weights = sums * tl.exp2((maxima - shift) * LOG2E)
         rescale = tl.exp2((row_max - shift) * LOG2E)
         row_sum = rescale * row_sum + tl.sum(weights, 0)
         # A piece without a say is left out, not multiplied by zero.

@@ -21,6 +21,7 @@ from ioattn.backends.triton.kernels.pieces import (
     page_at,
     piece_of,
     places_of,
+    store_lse,
     walk_of,
 )
 from ioattn.backends.triton.kernels.tiles import EDGE, FULL, INF, LOG2E, device, or_zero
@@ -155,11 +156,10 @@ def store_row(place_max, place_sum, acc, bad, out, lse, row, inputs, numbers, fo
     acc = tl.sum(rescale[:, None, None] * acc, 0) / tl.where(row_sum == 0, 1.0, row_sum)
     if form.LATE:
         row_max *= numbers.scale
-    row_lse = row_max + tl.log(row_sum)
     row_of_out, row_of_lse, step_of_out = places_of(out, lse, row, numbers, form)
     column = tl.reshape(columns_in(form.V, form), (form.V.WIDTH // form.SPAN, form.SPAN))
     pointers = row_of_out + column * step_of_out
     exists = row.token < numbers.len_q
     kept = tl.where(exists, column, form.V.COLUMNS) < form.V.COLUMNS
     tl.store(pointers, acc.to(pointers.dtype.element_ty), mask=kept)
-    tl.store(row_of_lse, row_lse, mask=exists)
+    store_lse(row_of_lse, row_max, row_sum, exists, form)
