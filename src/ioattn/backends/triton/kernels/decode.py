@@ -214,8 +214,8 @@ def store_results(row_max, row_sum, acc, out, lse, piece, numbers, form: tl.cons
 def combine_kernel(partial, softmaxes, out, lse, sinks, numbers, form: tl.constexpr):
     """Overwrite some columns of one row of `out`, and its `lse`, from the results of all pieces.
 
-    Of each piece `softmaxes` holds the maximum of the scores and the sum of the weights. A sink counts as one piece whose
-    value is zero. The pieces are walked over in tiles, as keys are.
+    Of each piece `softmaxes` holds the maximum of the scores and the sum of the weights. A sink counts as one piece
+    whose value is zero. The pieces are walked over in tiles, as keys are.
     """
     numbers = decoded(numbers)
     program = tl.program_id(0)
