@@ -141,16 +141,20 @@ def add_special(acc, visible, values, form: tl.constexpr, SIGNED: tl.constexpr):
     The hidden ones have no say: their weight is 0 already, but 0 * NaN is NaN. Weights > 0 give an infinity of the
     value's sign, or NaN. SIGNED weights are dS, which is 0 or NaN wherever Q or K is infinite: NaN.
     """
+    special = (tl.abs(values) < INF) == 0
     if SIGNED:
-        acc = tl.where(sees(visible, (tl.abs(values) < INF) == 0, values.dtype, form), float("nan"), acc)
+        acc = tl.where(sees(visible, special, values.dtype, form), float("nan"), acc)
     else:
         acc += tl.where(sees(visible, values == INF, values.dtype, form), INF, 0.0)
         acc -= tl.where(sees(visible, values == -INF, values.dtype, form), INF, 0.0)
-        acc = tl.where(sees(visible, values != values, values.dtype, form), float("nan"), acc)
+        # In the interpreter a bfloat16 that is NaN equals itself.
+        is_nan = special & (tl.abs(values) != INF)
+        acc = tl.where(sees(visible, is_nan, values.dtype, form), float("nan"), acc)
     return acc
 
 
 @device
 def sees(visible, special, DTYPE: tl.constexpr, form: tl.constexpr):
     """Which sums have a special value among their visible ones."""
-    return dot(visible.to(DTYPE), special.to(DTYPE), None, form) > 0
+    # By way of float32: the interpreter makes zeros of truths in bfloat16.
+    return dot(rounded(tl.where(visible, 1.0, 0.0), DTYPE), rounded(tl.where(special, 1.0, 0.0), DTYPE), None, form) > 0

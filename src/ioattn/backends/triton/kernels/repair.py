@@ -83,15 +83,17 @@ def repair_forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: t
 
 
 @device
+def is_visible(pairs, task, form: tl.constexpr):
+    """Which scores of a tile count."""
+    words = words_at(pairs.q_start, pairs.k_start, task, form, EDGE)
+    return margin_at(pairs, mask_at(pairs, words, task, form), task, EXACT) >= 0
+
+
+@device
 def add_special_values(acc, q_start, keys, task, form: tl.constexpr):
     """Add what is infinite or NaN in one tile of V, where it is visible."""
     pairs = pairs_at(q_start, keys.start, form)
-    visible = (
-        margin_at(
-            pairs, mask_at(pairs, words_at(pairs.q_start, pairs.k_start, task, form, EDGE), task, form), task, EXACT
-        )
-        >= 0
-    )
+    visible = is_visible(pairs, task, form)
     return (add_special(acc[0], visible, keys.v, form, False),)
 
 
@@ -137,12 +139,7 @@ def repair_key_value_kernel(
 def add_special_queries(dk_tile, dv_tile, queries, k_start, task, dk, dv, form: tl.constexpr):
     """Add what is infinite or NaN in one tile of Q and of dO, where it is visible."""
     pairs = turned_pairs_at(queries.start, k_start, form)
-    visible = (
-        margin_at(
-            pairs, mask_at(pairs, words_at(pairs.q_start, pairs.k_start, task, form, EDGE), task, form), task, EXACT
-        )
-        >= 0
-    )
+    visible = is_visible(pairs, task, form)
     if dk is not None:
         dk_tile = (add_special(dk_tile[0], visible, queries.q, form, True),)
     if dv is not None:
@@ -183,10 +180,5 @@ def repair_query_kernel(
 def add_special_keys(dq_tile, q_start, keys, task, form: tl.constexpr):
     """Add what is infinite or NaN in one tile of K, where it is visible."""
     pairs = pairs_at(q_start, keys.start, form)
-    visible = (
-        margin_at(
-            pairs, mask_at(pairs, words_at(pairs.q_start, pairs.k_start, task, form, EDGE), task, form), task, EXACT
-        )
-        >= 0
-    )
+    visible = is_visible(pairs, task, form)
     return (add_special(dq_tile[0], visible, keys.k, form, True),)
