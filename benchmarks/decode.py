@@ -188,7 +188,7 @@ def candidate(case: Case, example: CacheTensors, tiles: CacheTiles, number: int,
         out, lse = torch.empty_like(tensors.q), torch.empty(tensors.q.shape[:3], device="cuda")
         inputs, partial = decoding.inputs_of(problem, tensors), None
         if combine is not None:
-            partial = tuple(torch.empty(rows * number * size, device="cuda") for size in (case.dim, 1))
+            partial = tuple(torch.empty(rows * number * size, device="cuda") for size in (case.dim, 2))
         kernels = [main] if combine is None else [main, combine]
         for kernel, arguments in zip(kernels, decoding.decode_arguments(inputs, out, lse, partial), strict=True):
             kernel(arguments)

@@ -178,12 +178,13 @@ class Machine(NamedTuple):
             written |= registers_written(name, targets[0] if targets else "")
         return found
 
-    def loops(self) -> Iterator[list[str]]:
+    def loops(self, named: str = "MMA") -> Iterator[list[str]]:
+        """Innermost loops with such an instruction."""
         for address, instruction in self.code:
             jump = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", instruction)
             if jump and int(jump[1], 16) < address:
                 body = [i for at, i in self.code if int(jump[1], 16) <= at <= address]
-                if any("MMA" in i for i in body) and sum("BRA" in i for i in body) == 1:
+                if any(named in i for i in body) and sum("BRA" in i for i in body) == 1:
                     yield body
 
 

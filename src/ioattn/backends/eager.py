@@ -114,16 +114,21 @@ def _merged(scores_of: _Scores, v: Tensor, rows: slice, splits: int) -> tuple[Te
     """The pieces of a tile of queries, each with its own row_max and row_sum; a sink is one more piece."""
     start, end = scores_of.band.key_range(rows.start, rows.stop, scores_of.len_k)
     size = -(-(end - start) // max(1, splits))
-    outs, lses = [], []
+    outs, maxima, sums = [], [], []
     for piece in range(max(1, splits)):
         keys = (min(start + piece * size, end), min(start + (piece + 1) * size, end))
         acc, row_max, row_sum = _attend(scores_of, v, rows, keys, scores_of.nothing(rows))
         outs.append(acc / torch.where(row_sum == 0, 1, row_sum)[..., None])
-        lses.append(row_max + row_sum.log())
+        maxima.append(row_max)
+        sums.append(row_sum)
     if scores_of.problem.sinks:
         outs.append(torch.zeros_like(outs[0]))
-        lses.append(scores_of.sinks.expand_as(lses[0]))
-    return merge(torch.stack(outs), torch.stack(lses))
+        maxima.append(scores_of.sinks.expand_as(maxima[0]))
+        sums.append(torch.ones_like(sums[0]))
+    # Relative to the largest score: near 1e4 a float32 LSE does not hold the logarithm of the sum.
+    peak = _or_zero(torch.stack(maxima).amax(0))
+    out, lse = merge(torch.stack(outs), torch.stack(maxima) - peak + torch.stack(sums).log())
+    return out, lse + peak
 
 
 def _visible_nodes(tree: Tensor, length: int) -> Tensor:

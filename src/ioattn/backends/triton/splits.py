@@ -30,6 +30,12 @@ class CacheTiles(NamedTuple):
     """The most that a thread may have, where the compiler would otherwise take so many that fewer programs fit."""
     beside: int = 2
     """How many programs should share a processor."""
+    ahead: int = 0
+    """How many tiles of keys a program asks for while the kernel in front of it still runs."""
+    soon: bool = False
+    """The next call may start while this one's last kernel waits."""
+    lanes: int = 0
+    """How many threads share a key and multiply it without tensor cores; 0: tensor cores."""
 
     @property
     def launch(self) -> Tiles:
@@ -39,6 +45,9 @@ class CacheTiles(NamedTuple):
 
 INTERPRETER = CacheTiles(16, 32, 4, 1)
 """For Triton's interpreter: small, so that small cases cross many tiles."""
+
+INTERPRETER_FEW_ROWS = CacheTiles(1, 32, 1, 1, lanes=8)
+"""The same without tensor cores."""
 
 INTERPRETER_PROCESSORS = 8
 """Stands for a GPU's in the interpreter, so that small cases are split, too."""
@@ -55,6 +64,20 @@ stage more 4.27, with 64 keys and 6 stages 4.21."""
 
 SEVERAL = LARGE._replace(turned=True)
 """8 tokens at B16 N8192: 3.97 TB/s, not turned 0.98 of that, with 64 keys 0.92."""
+
+MANY_HEADS = CacheTiles(16, 64, 4, 3, turned=True)
+"""Two heads and more for each processor, one token: B64 N4096 at 4.37 TB/s, 4.34 with 128 keys on 8 warps."""
+
+MANY_ROWS = CacheTiles(64, 64, 4, 3)
+"""64 rows: weights go from one product to the next in registers. Turned around they pass through shared memory, and
+maxima from warp to warp: 2.27 TB/s for 16 tokens at B16 N8192. In one piece for each processor 3.91, in two 3.28; B1
+N131072 in 32 pieces 3.91."""
+
+SHORT = CacheTiles(16, 64, 4, 4, beside=1)
+"""Few keys: at B1 N8192 16 pieces take 13.8 us and 32, two of which share a processor, 14.3."""
+
+MAX_SHORT_TILES = 8
+"""So many tiles of 64 keys for each processor are few."""
 
 SHORT_PAGES = CacheTiles(16, 128, 8, 4, beside=1)
 """One head for each processor, in pages shorter than a tile: B16 N8192 in pages of 16 at 4.07 TB/s, 3.80 with 64 keys
@@ -77,15 +100,36 @@ on an H200 4.17 TB/s at B1 N131072 in 32 pieces. In float32 3.32 TB/s at B16 N81
 side, each from zero as float32 needs it, 3.32, and where they go on in the tensor cores 3.84 with an error of 1e-5."""
 
 
+FEW_ROWS = {
+    64: CacheTiles(1, 64, 4, 4, lanes=8),
+    128: CacheTiles(1, 32, 4, 3, lanes=8),
+    256: CacheTiles(1, 16, 4, 4, lanes=16),
+}
+"""In float32, by width, for up to MAX_FEW_ROWS rows: multiply-adds, 4 for each number read, take a third of the time
+that reading takes, and are exact to rounding. 4 rows at B16 N8192: 4.24 TB/s, with 4 stages 4.22, with 16 lanes and
+4 stages 4.24, with 64 keys on 8 warps 4.25, by tensor cores 3.28."""
+
+MAX_FEW_ROWS = 4
+"""Queries and their sums take 32 registers a row at D 128. In twice as many threads 8 rows at B16 N8192 reach 3.63 TB/s
+with an error of 6e-7, by tensor cores 3.57 with 1.2e-6; but 5 rows, which are computed as 8, would spill."""
+
+
 def choose(problem: Problem, gpu: Gpu | None) -> CacheTiles:
     """The tiles of a decoding kernel; `gpu` is None in Triton's interpreter."""
     assert problem.cache is not None
     rows, size = problem.group * problem.len_q, problem.dtype.itemsize
-    if gpu is None:
-        return INTERPRETER._replace(q_tile=min(MAX_ROWS, padded(rows)))
     width = max(64, padded(problem.dim), padded(problem.dim_v))
-    tiles = tiles_of_halves(problem, rows, gpu) if (size, width) == (2, 128) else SMALL[size, width]
-    tiles = tiles._replace(q_tile=max(tiles.q_tile, min(MAX_ROWS, 1 << (rows - 1).bit_length())))
+    few = size == 4 and rows <= MAX_FEW_ROWS and padded(problem.dim) == padded(problem.dim_v)
+    if gpu is None:
+        tiles = INTERPRETER_FEW_ROWS if few else INTERPRETER._replace(q_tile=padded(rows))
+    elif few:
+        tiles = FEW_ROWS[width]
+    else:
+        tiles = tiles_of_halves(problem, rows, gpu) if (size, width) == (2, 128) else SMALL[size, width]
+    lanes = min(tiles.lanes, padded(problem.dim) // 4)
+    tiles = tiles._replace(q_tile=max(tiles.q_tile, min(MAX_ROWS, 1 << (rows - 1).bit_length())), lanes=lanes)
+    if gpu is None:
+        return tiles._replace(q_tile=min(MAX_ROWS, tiles.q_tile))
     while shared_bytes(problem, tiles) > gpu.shared_memory and tiles.num_stages > 1:
         tiles = tiles._replace(num_stages=tiles.num_stages - 1)
     while shared_bytes(problem, tiles) > gpu.shared_memory and tiles.k_tile > 16:
@@ -103,9 +147,14 @@ def tiles_of_halves(problem: Problem, rows: int, gpu: Gpu) -> CacheTiles:
         if share >= 1.8:
             return MANY_SHORT_PAGES
         return SHORT_PAGES if 0.9 <= share <= 1 and rows <= 16 else small
-    if share >= 0.9:
-        return SEVERAL if problem.len_q > 1 and gpu.family == "wgmma" else LARGE
-    return small
+    if gpu.family == "wgmma" and rows > MAX_ROWS // 2:
+        return MANY_ROWS._replace(beside=1) if share >= 0.9 else MANY_ROWS
+    if share < 0.9:
+        few = heads * count(keys_in_reach(problem), SHORT.k_tile) <= MAX_SHORT_TILES * gpu.processors
+        return SHORT if few else small
+    if gpu.family == "mma":
+        return LARGE
+    return SEVERAL if problem.len_q > 1 else MANY_HEADS if share >= 1.8 else LARGE
 
 
 def shared_bytes(problem: Problem, tiles: CacheTiles) -> int:
@@ -117,7 +166,11 @@ def shared_bytes(problem: Problem, tiles: CacheTiles) -> int:
     whole = tiles.turned or tiles.q_tile >= MAX_ROWS
     size, stages = problem.dtype.itemsize, tiles.num_stages if whole else max(1, tiles.num_stages - 1)
     q_columns = padded(problem.dim) * (2 if tiles.turned else 1)
-    rows = tiles.q_tile * (q_columns + tiles.k_tile) * size * (2 if size == 4 else 1)
+    weights = 0 if whole and not tiles.turned and size == 2 else tiles.k_tile
+    rows = tiles.q_tile * (q_columns + weights) * size * (2 if size == 4 else 1)
+    if tiles.lanes:
+        # Keys whose columns lie apart in memory go through it on their way to the threads that multiply them.
+        rows = tiles.k_tile * padded(problem.dim) * size
     return stages * tiles.k_tile * (padded(problem.dim) + padded(problem.dim_v)) * size + rows
 
 

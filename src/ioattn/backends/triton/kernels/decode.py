@@ -3,50 +3,27 @@
 Reads like `eager.decode`. A tile of scores is [rows, keys], or turned around, [keys, rows], where tensor cores take
 at least 64 rows of a first operand: keys are many, and K and V then never pass through registers. The
 query heads of a group, times the new tokens, are the rows of one tile, so that K and V
-are read once. A row of the tile is `token * GROUP + member`. Pieces leave normalised partial outputs and their LSE in
-float32; `combine_kernel` is `merge.merge`, with the sink as one more piece.
+are read once. A row of the tile is `token * GROUP + member`. Pieces leave normalised partial outputs, maxima and sums
+of weights in float32; `combine_kernel` is `merge.merge`, with the sink as one more piece.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
-from ioattn.backends.triton.arguments import CacheNumbers
+from ioattn.backends.triton.kernels.pieces import (
+    after_the_kernel_before,
+    decoded,
+    load_keys_of,
+    page_at,
+    piece_of,
+    places_of,
+    store_lse,
+    walk_of,
+)
 from ioattn.backends.triton.kernels.products import dot, only_finite
 from ioattn.backends.triton.kernels.tiles import EDGE, EXACT, FULL, INF, LOG2E, device, is_finite, or_zero, row_at
-
-
-class Piece(NamedTuple):
-    """One piece of the keys of one sequence and head, and the tile of rows that attends to it.
-
-    token and head say what each row is. `bad` holds where the length is none that the cache can have.
-    """
-
-    batch: Any
-    kv_head: Any
-    number: Any
-    first_row: Any
-    token: Any
-    head: Any
-    len_k: Any
-    shift: Any
-    bad: Any
-
-
-class Walk(NamedTuple):
-    """Keys of a piece: `[start, full_start)` and `[full_end, end)` have hidden scores, those between have none.
-
-    `start` is the start of a tile; keys before `first` are hidden from every row.
-    """
-
-    first: Any
-    start: Any
-    full_start: Any
-    full_end: Any
-    end: Any
 
 
 @triton.jit
@@ -100,89 +77,6 @@ def decode_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.conste
 
 
 @device
-def decoded(numbers):
-    """The numbers themselves: see `arguments.encoded`."""
-    return CacheNumbers(
-        numbers.kv_heads >> 2,
-        numbers.len_q >> 2,
-        numbers.capacity >> 2,
-        numbers.pages >> 2,
-        numbers.columns >> 2,
-        numbers.appended >> 2,
-        numbers.pieces >> 2,
-        numbers.tiles >> 2,
-        numbers.scale,
-    )
-
-
-@device
-def after_the_kernel_before(x, form: tl.constexpr):
-    """x >= 0 as it is, when the kernel in front of this one has ended: comes before the first read of memory.
-
-    This program may have been set up before that. The wait depends on x, or the assembler would move it in front of
-    what x is computed from. The kernel behind may be set up from here on.
-    """
-    if form.EARLY:
-        x = tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ge.s32 p, $1, 0; @p griddepcontrol.wait; mov.b32 $0, $1; }",
-            "=r,r", [x], tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-        tl.extra.cuda.gdc_launch_dependents()
-    return x
-
-
-@device
-def piece_of(inputs, numbers, form: tl.constexpr):
-    """What this program does. Neighbours share keys and values: first the tiles of rows, then the pieces of a head."""
-    program = tl.program_id(0)
-    first_row = program % numbers.tiles * form.Q.ROWS
-    at = program // numbers.tiles
-    number = at % numbers.pieces
-    at = at // numbers.pieces
-    kv_head = (at % numbers.kv_heads).to(tl.int64)
-    batch = after_the_kernel_before(at // numbers.kv_heads, form).to(tl.int64)
-    row = first_row + tl.arange(0, form.Q.ROWS)
-    head = kv_head.to(tl.int32) * form.GROUP + row % form.GROUP
-    before = tl.load(inputs.lengths + batch)
-    bad = (before < 0) | (before > numbers.capacity - numbers.appended)
-    len_k = tl.where(bad, 0, before + numbers.appended)
-    return Piece(batch, kv_head, number, first_row, row // form.GROUP, head, len_k, len_k - numbers.len_q, bad)
-
-
-@device
-def walk_of(piece, inputs, numbers, form: tl.constexpr):
-    """`Band.key_range` and `Band.full_key_range` of the tile's tokens in whole tiles of keys, cut to the piece."""
-    first = piece.first_row // form.GROUP
-    last = tl.minimum((piece.first_row + form.Q.ROWS - 1) // form.GROUP, numbers.len_q - 1)
-    n = piece.len_k
-    start = n * 0
-    full_start = n * 0
-    end = n
-    full_end = n
-    if inputs.lo is not None:
-        start = tl.minimum(tl.maximum(first + piece.shift + (inputs.lo >> 2), 0), n)
-        full_start = tl.minimum(tl.maximum(last + piece.shift + (inputs.lo >> 2), 0), n)
-    if inputs.hi is not None:
-        end = tl.minimum(tl.maximum(last + piece.shift + (inputs.hi >> 2) + 1, 0), n)
-        full_end = tl.minimum(tl.maximum(first + piece.shift + (inputs.hi >> 2) + 1, 0), n)
-    if inputs.tree is not None:
-        full_end = tl.minimum(full_end, tl.maximum(piece.shift, 0))
-    TILE: tl.constexpr = form.K.ROWS
-    first_key = start
-    start = start // TILE * TILE
-    tiles = tl.maximum(end - start + TILE - 1, 0) // TILE
-    share = (tiles + numbers.pieces - 1) // numbers.pieces * TILE
-    start = start + piece.number * share
-    end = tl.maximum(tl.minimum(end, start + share), start)
-    full_start = tl.minimum(tl.maximum((full_start + TILE - 1) // TILE * TILE, start), start + share)
-    full_end = tl.minimum(full_end // TILE * TILE, start + share)
-    none_full = (full_end <= full_start) | (end <= start)
-    full_start = tl.where(none_full, start, full_start)
-    full_end = tl.where(none_full, start, full_end)
-    return Walk(first_key, start, full_start, full_end, end)
-
-
-@device
 def load_rows_of_q(piece, inputs, numbers, form: tl.constexpr):
     """The queries of all rows."""
     q = inputs.q
@@ -191,64 +85,6 @@ def load_rows_of_q(piece, inputs, numbers, form: tl.constexpr):
     column = tl.arange(0, form.Q.WIDTH)
     exists = (piece.token < numbers.len_q)[:, None] & (column < form.Q.COLUMNS)[None, :]
     return tl.load(first + rows[:, None] + column[None, :] * q.column, mask=exists, other=0.0)  # [ROWS, WIDTH]
-
-
-@device
-def page_at(k_start, piece, walk, inputs, numbers, box: tl.constexpr, form: tl.constexpr, KIND: tl.constexpr):
-    """Where the keys from `k_start` on lie: one page, or where pages are shorter than a tile one for each key.
-
-    Without a table a sequence is a page. As the table has it, but unsigned: one that does not exist is larger than all
-    that do. Where no row sees the key: page 0.
-    """
-    page = piece.batch
-    if form.PAGE != 0:
-        columns = inputs.table + piece.batch * numbers.columns + k_start // form.PAGE
-        if form.PAGE >= box.ROWS:
-            page = tl.load(columns, mask=k_start < piece.len_k, other=0).to(tl.uint32, bitcast=True)
-        else:
-            row = tl.arange(0, box.ROWS)
-            used = k_start + row < piece.len_k
-            if KIND != FULL and inputs.lo is not None:
-                used = used & (k_start + row >= walk.first)
-            page = tl.load(columns + row // form.PAGE, mask=used, other=0).to(tl.uint32, bitcast=True)
-    return page
-
-
-@device
-def load_keys_of(
-    matrix, page, k_start, walk, piece, inputs, numbers, box: tl.constexpr, form: tl.constexpr, KIND: tl.constexpr
-):
-    """A tile of keys or values; what no row sees is not read and 0, a page that does not exist is read as page 0."""
-    row = tl.arange(0, box.ROWS)
-    column = tl.arange(0, box.WIDTH)[None, :]
-    head = matrix.ptr + piece.kv_head * matrix.head
-    if form.PAGE == 0:
-        first = head + page * matrix.batch + tl.cast(k_start, tl.int64) * matrix.row
-        if box.WIDE:
-            pointers = first + (row.to(tl.int64)[:, None] * matrix.row + column.to(tl.int64) * matrix.column)
-        else:
-            pointers = first + (row[:, None] * matrix.row + column * matrix.column)
-    else:
-        page = tl.where(page < numbers.pages.to(tl.uint32), page, 0).to(tl.int64) * matrix.batch
-        if form.PAGE >= box.ROWS:
-            first = head + page + tl.cast(k_start % form.PAGE, tl.int64) * matrix.row
-            pointers = first + (row[:, None] * matrix.row + column * matrix.column)
-        else:
-            inside = (row % form.PAGE).to(tl.int64) * matrix.row
-            pointers = ((head + inside)[:, None] + column * matrix.column) + page[:, None]
-    exists = None
-    other = None
-    if KIND != FULL:
-        exists = (k_start + row < walk.end)[:, None]
-        if inputs.lo is not None:
-            exists = exists & (k_start + row >= walk.first)[:, None]
-        other = 0.0
-        if box.COLUMNS != box.WIDTH:
-            exists = exists & (column < box.COLUMNS)
-    elif box.COLUMNS != box.WIDTH:
-        exists = column < box.COLUMNS
-        other = 0.0
-    return tl.load(pointers, mask=exists, other=other)  # [K, WIDTH]
 
 
 @device
@@ -301,7 +137,9 @@ def finished(scores, token, col, piece, inputs, numbers, form: tl.constexpr, ste
 @device
 def along_rows(x, form: tl.constexpr):
     """One number per row, as it meets a tile of scores."""
-    return x[None, :] if form.TURNED else x[:, None]
+    if form.SIDE == 0:
+        x = x[None, :] if form.TURNED else x[:, None]
+    return x
 
 
 @device
@@ -363,33 +201,21 @@ def store_results(row_max, row_sum, acc, out, lse, piece, numbers, form: tl.cons
     acc = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
     if form.LATE:
         row_max *= numbers.scale
-    row_lse = row_max + tl.log(row_sum)
     exists = piece.token < numbers.len_q
     column = tl.arange(0, form.V.WIDTH)[None, :]
-    if form.SPLIT:
-        heads = numbers.kv_heads * form.GROUP
-        row = (piece.batch * heads + piece.head) * numbers.len_q + piece.token
-        row = row * numbers.pieces + piece.number
-        rows_of_out = out + row * form.V.COLUMNS
-        rows_of_lse = lse + row
-        step_of_out = 1
-    else:
-        head = piece.head.to(tl.int64)
-        token = piece.token.to(tl.int64)
-        rows_of_out = row_at(out, piece.batch, head, token)
-        rows_of_lse = row_at(lse, piece.batch, head, token)
-        step_of_out = out.column
+    rows_of_out, rows_of_lse, step_of_out = places_of(out, lse, piece, numbers, form)
     kept = exists[:, None] & (column < form.V.COLUMNS)
     pointers = rows_of_out[:, None] + column * step_of_out
     tl.store(pointers, acc.to(pointers.dtype.element_ty), mask=kept)
-    tl.store(rows_of_lse, row_lse, mask=exists)
+    store_lse(rows_of_lse, row_max, row_sum, exists, form)
 
 
 @triton.jit
-def combine_kernel(partial, partial_lse, out, lse, sinks, numbers, form: tl.constexpr):
+def combine_kernel(partial, softmaxes, out, lse, sinks, numbers, form: tl.constexpr):
     """Overwrite some columns of one row of `out`, and its `lse`, from the results of all pieces.
 
-    A sink counts as one piece whose value is zero. The pieces are walked over in tiles, as keys are.
+    Of each piece `softmaxes` holds the maximum of the scores and the sum of the weights. A sink counts as one piece
+    whose value is zero. The pieces are walked over in tiles, as keys are.
     """
     numbers = decoded(numbers)
     program = tl.program_id(0)
@@ -410,12 +236,13 @@ def combine_kernel(partial, partial_lse, out, lse, sinks, numbers, form: tl.cons
     for first in range(0, numbers.pieces, form.V.ROWS):
         piece = first + tl.arange(0, form.V.ROWS)
         exists = piece < numbers.pieces
-        lses = tl.load(partial_lse + row + piece, mask=exists, other=-INF)
+        maxima = tl.load(softmaxes + 2 * (row + piece), mask=exists, other=-INF)
+        sums = tl.load(softmaxes + 2 * (row + piece) + 1, mask=exists, other=0.0)
         pointers = partial + (row + piece)[:, None] * form.V.COLUMNS + column[None, :]
         outs = tl.load(pointers, mask=exists[:, None] & kept[None, :], other=0.0)
-        new_max = tl.maximum(row_max, tl.max(lses, 0))
+        new_max = tl.maximum(row_max, tl.max(maxima, 0))
         shift = or_zero(new_max)
-        weights = tl.exp2((lses - shift) * LOG2E)
+        weights = sums * tl.exp2((maxima - shift) * LOG2E)
         rescale = tl.exp2((row_max - shift) * LOG2E)
         row_sum = rescale * row_sum + tl.sum(weights, 0)
         # A piece without a say is left out, not multiplied by zero.
