@@ -171,8 +171,9 @@ WITH: dict[tuple[Direction, int, str], Tiles] = {
     ("key_value", 128, "bias"): Tiles(32, 64, 4, 2),  # 282; three stages 248
     ("key_value", 128, "mask"): Tiles(32, 128, 8, 2),  # 246; 64 keys on 4 warps 229
 }
-"""What is preferred with a feature, in 16 bits on Hopper, up to a width: where the plain tiles spill, or wait. Numbers as
-in TABLE, of B4 N4096 D128; of a backward each with the other kernels' tiles as they were."""
+"""What is preferred with a feature, in 16 bits on Hopper, up to a width: where the plain tiles spill, or wait.
+
+Numbers as in TABLE, of B4 N4096 D128; of a backward each with the other kernels' tiles as they were."""
 
 
 def choose(problem: Problem, direction: Direction, gpu: Gpu | None, in_registers: bool = False) -> Tiles:
