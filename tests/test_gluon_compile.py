@@ -158,3 +158,13 @@ def test_sections_cover_all_heads_evenly(heads: int, length: int) -> None:
     size = table.section(wanted)
     assert 1 <= size <= heads
     assert size == 1 or size * length * 512 <= table.L2_SECTION_BYTES
+
+
+@pytest.mark.parametrize("by", [1, 2, 3, 7, 127, 448, 641, 2**16 - 1, 2**16 + 1, 2**30 - 1, 2**30, 2**30 + 1, 2**31 - 1])
+def test_divisors_are_exact(by: int) -> None:
+    most = 2**31 - 1
+    _, factor, shift = table.divisor(by)
+    assert -(2**31) <= factor < 2**31
+    for n in (0, 1, by - 1, by, by + 1, 2 * by - 1, most // by * by - 1, most // by * by, most - 1, most):
+        if n <= most:
+            assert (2 * n * (factor % 2**32) >> 32) >> shift == n // by

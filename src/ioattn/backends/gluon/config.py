@@ -41,6 +41,27 @@ class Config:
     cleans: bool = False
     has_softcap: bool = False
     sequences: int = 0
+    ideas: str = ""
+
+    @property
+    def idea_m(self) -> bool:
+        return "m" in self.ideas
+
+    @property
+    def idea_a(self) -> bool:
+        return "a" in self.ideas
+
+    @property
+    def idea_k(self) -> bool:
+        return "k" in self.ideas
+
+    @property
+    def idea_r(self) -> bool:
+        return "r" in self.ideas
+
+    @property
+    def idea_b(self) -> bool:
+        return "b" in self.ideas
 
     @property
     def tile_rows(self) -> int:
@@ -115,6 +136,30 @@ def choose(problem: Problem) -> Config:
         has_softcap=problem.softcap is not None,
         sequences=_power_of_two(problem.batch + 1) if problem.packed else 0,
     )
+
+
+def divisors(problem: Problem, config: Config) -> tuple[int, ...]:
+    """What the schedule divides by, each as `kernels.tiles.Divisor`: it has no time for divisions.
+
+    Tiles of a section; within it, heads, or row tiles, and the same in the last section; heads; heads of a group. How
+    many row tiles packed sequences have is not known here, and counts as 1.
+    """
+    row_tiles = 1 if problem.packed else -(-problem.len_q // config.tile_rows)
+    all_heads = problem.heads if problem.packed else problem.heads * problem.batch
+    size = section(problem)
+    inner = (size, (all_heads - 1) % size + 1) if config.longest_first else (row_tiles, row_tiles)
+    return sum(map(divisor, (row_tiles * size, *inner, problem.heads, problem.group)), ())
+
+
+def divisor(by: int) -> tuple[int, int, int]:
+    """A divisor, and a factor and a shift: `n // by` is `(2 n * factor >> 32) >> shift` for all n below 2**31.
+
+    The factor is 2**(31 + shift) / by, rounded up by e / by with e < by <= 2**shift; n e < 2**(31 + shift) keeps the
+    quotient right (Granlund and Montgomery, 1994). It is below 2**32, and given as a signed number.
+    """
+    shift = (by - 1).bit_length()
+    factor = -(-(1 << (31 + shift)) // by)
+    return by, factor - (factor >> 31 << 32), shift
 
 
 def section(problem: Problem) -> int:

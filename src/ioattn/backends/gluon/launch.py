@@ -113,7 +113,7 @@ def compile_forward(config: Config, dtype: torch.dtype, formula: Any, slopes: st
         "sinks": f"*{sinks}" if sinks else "constexpr",
         "counter": "*i32",
         "sizes": ("i32",) * 5,
-        "kv_group": "i32",
+        "divisors": ("i32",) * 15,
         "band": ("i32",) * 3,
         "scale": "fp32",
         "softcap": "fp32",
@@ -164,7 +164,7 @@ def arguments(problem: Problem, use: Plan, tensors: Tensors, out: Tensor, lse: T
         *(out, out_strides, lse, lse_strides, v, v_strides, problem.dim_v),
         *(tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.alibi_slopes, tensors.sinks, counter),
         (problem.batch, len_q, problem.len_k, problem.heads, use.section),
-        problem.group,
+        table.divisors(problem, use.config),
         (band.lo or 0, band.hi or 0, band.shift),
         *(problem.scale, problem.softcap or 0.0, use.config, use.formula),
     )

@@ -2,7 +2,7 @@
 
 from ioattn.backends.gluon.kernels.names import aggregate, gl, gluon, tma
 from ioattn.backends.gluon.kernels.pipeline import Ring, Turns
-from ioattn.backends.gluon.kernels.tiles import Band, Board
+from ioattn.backends.gluon.kernels.tiles import Band, Board, Divisor
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -149,7 +149,7 @@ class Call:
     scoring: Scoring
     memory: Memory
     out_tiles: gl.shared_memory_descriptor
-    kv_group: gl.tensor
+    kv_group: Divisor
     layouts: Layouts
     config: gl.constexpr
 

@@ -5,7 +5,7 @@ from ioattn.backends.gluon.kernels.compute import compute
 from ioattn.backends.gluon.kernels.load import load
 from ioattn.backends.gluon.kernels.names import gl, gluon
 from ioattn.backends.gluon.kernels.pipeline import barriers, ring, turns
-from ioattn.backends.gluon.kernels.tiles import GROUP_ROWS, Band, Schedule, board
+from ioattn.backends.gluon.kernels.tiles import GROUP_ROWS, Band, Divisor, Schedule, board
 
 
 @gluon.jit
@@ -45,7 +45,7 @@ def forward(
     sinks,
     counter,
     sizes,
-    kv_group,
+    divisors,
     band,
     scale,
     softcap,
@@ -67,10 +67,10 @@ def forward(
         Scoring(scale, softcap, slopes, sinks, formula, config.has_softcap),
         Memory(out_desc, out, out_strides, lse, lse_strides, v, v_strides, dim_v),
         out_tiles,
-        kv_group,
+        Divisor(divisors[12:15], config.idea_m),
         config,
     )
-    schedule = Schedule(counter, cu_seqlens_q, cu_seqlens_k, sizes, config)
+    schedule = Schedule(counter, cu_seqlens_q, cu_seqlens_k, sizes, divisors, config)
     if GROUPS == 3:
         gl.warp_specialize(
             [

@@ -8,6 +8,8 @@ from ioattn.backends.gluon.kernels.tiles import GROUP_ROWS, no_tile
 @gluon.jit
 def load(call, schedule, q_desc, k_desc, v_desc):
     """The loader: posts tiles and keeps the rings of Q, K and V filled."""
+    if call.config.idea_a:
+        slot = gl.allocate_shared_memory(gl.int32, [32 * gl.num_warps()], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     post = start(2)
     q_round = start(call.config.groups)
     place = start(call.config.stages)
@@ -22,28 +24,47 @@ def load(call, schedule, q_desc, k_desc, v_desc):
     again = index < 0
     while current >= 0:
         tile = schedule.tile(current, row_tiles, ends, again)
-        call.board.post(post, tile)
+        if not call.config.idea_k:
+            call.board.post(post, tile)
         if call.config.cleans:
             if again:
+                if call.config.idea_k:
+                    call.board.post(post, tile)
                 load_queries(call, tile, q_round, q_desc)
                 place, landed = load_again(call, tile, post, place, landed, k_desc, v_desc)
             else:
-                place = load_once(call, tile, q_round, place, q_desc, k_desc, v_desc)
+                place = load_once(call, tile, post, q_round, place, q_desc, k_desc, v_desc)
         else:
-            place = load_once(call, tile, q_round, place, q_desc, k_desc, v_desc)
+            place = load_once(call, tile, post, q_round, place, q_desc, k_desc, v_desc)
         q_round = q_round.again()
-        if again == 0:
-            index = schedule.next(index)  # before the wait in `choose`, which hides how long the counter takes
         post = post.next()
         older = newer
         newer = gl.where(again, -1, current)
-        current, newer, again = choose(call, post, index, newer, older, n_tiles)
+        if call.config.idea_a:
+            drawn = schedule.draw(again == 0)
+            suspect = is_suspect(call, post)
+            index = gl.where(again, index, schedule.number(drawn, slot))
+        else:
+            if again == 0:
+                index = schedule.next(index)
+            suspect = is_suspect(call, post)
+        current, newer, again = choose(call, post, index, newer, older, suspect, n_tiles)
     schedule.reset(index, n_tiles)
     call.board.post(post, no_tile())
 
 
 @gluon.jit
-def choose(call, post, index, newer, older, n_tiles):
+def is_suspect(call, post):
+    """Whether the tile that was posted here is to be done again, once it is done."""
+    suspect = call.kv_group.by < 0
+    if call.config.cleans:
+        call.board.acquire(post)
+        suspect = call.board.is_suspect(post)
+    return suspect
+
+
+@gluon.jit
+def choose(call, post, index, newer, older, suspect, n_tiles):
     """The tile to work on, the one posted last, and whether the first has been done before.
 
     A tile whose result has a NaN is done again with V cleaned, because the NaN may come from masked keys: a masked
@@ -53,8 +74,7 @@ def choose(call, post, index, newer, older, n_tiles):
     current = gl.where(index < n_tiles, index, -1)
     again = index < 0
     if call.config.cleans:
-        call.board.acquire(post)
-        again = (older >= 0) & call.board.is_suspect(post)
+        again = (older >= 0) & suspect
         current = gl.where(again, older, current)
         if (current < 0) & (newer >= 0):
             call.board.acquire(post.next())
@@ -74,7 +94,7 @@ def load_queries(call, tile, q_round, q_desc):
 
 
 @gluon.jit
-def load_once(call, tile, q_round, place, q_desc, k_desc, v_desc):
+def load_once(call, tile, post, q_round, place, q_desc, k_desc, v_desc):
     """Load the queries and the blocks of K and V that the tile's rows see, from the last to the first.
 
     The first block of K goes before the queries, whose buffers may be in use for longer.
@@ -82,11 +102,13 @@ def load_once(call, tile, q_round, place, q_desc, k_desc, v_desc):
     KEYS: gl.constexpr = call.config.keys
     TILE_ROWS: gl.constexpr = GROUP_ROWS * call.config.groups
     keys = call.band.blocks(tile, tile.q_start, TILE_ROWS, KEYS)
-    kv_head = tile.head // call.kv_group
+    kv_head = call.kv_group.quotient(tile.head)
     coord = [tile.batch, kv_head, tile.k_offset + (keys.last - 1) * KEYS, 0]
     some = keys.last > keys.first
     if some:
         call.keys.fill(place, k_desc, coord)
+    if call.config.idea_k:
+        call.board.post(post, tile)
     load_queries(call, tile, q_round, q_desc)
     if some:
         call.values.fill(place, v_desc, coord)
@@ -109,7 +131,7 @@ def load_again(call, tile, post, place, landed, k_desc, v_desc):
     KEYS: gl.constexpr = call.config.keys
     TILE_ROWS: gl.constexpr = GROUP_ROWS * call.config.groups
     keys = call.band.blocks(tile, tile.q_start, TILE_ROWS, KEYS)
-    kv_head = tile.head // call.kv_group
+    kv_head = call.kv_group.quotient(tile.head)
     for step in range(keys.last - keys.first):
         block = keys.last - 1 - step
         coord = [tile.batch, kv_head, tile.k_offset + block * KEYS, 0]
@@ -141,7 +163,7 @@ def restore(call, tile, key):
     layout: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
     memory = call.memory
     col = gl.arange(0, DIM_V, gl.SliceLayout(0, layout))
-    head = tile.batch * memory.v_batch + tile.head // call.kv_group * memory.v_head
+    head = tile.batch * memory.v_batch + call.kv_group.quotient(tile.head) * memory.v_head
     at = head + (tile.k_offset + key) * memory.v_row
     v_row = gl.load(memory.v + at + col, mask=col < memory.dim_v, other=0.0).to(gl.float32)
     lost = gl.where(v_row * 0.0 == 0.0, 0.0, v_row)

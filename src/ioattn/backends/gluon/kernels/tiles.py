@@ -41,6 +41,39 @@ class Tile:
 
 
 @aggregate
+class Divisor:
+    """A number to divide by without a division: `config.divisor` says how."""
+
+    by: gl.tensor
+    factor: gl.tensor
+    shift: gl.tensor
+    known: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, words, known):
+        self.by, self.factor, self.shift = words
+        self.known = gl.constexpr(known)
+
+    @gluon.jit
+    def quotient(self, n):
+        """`n // by`, of a number that is not negative."""
+        if self.known:
+            high = gl.umulhi((n * 2).to(gl.uint32), self.factor.to(gl.uint32)).to(gl.uint32)
+            quotient = (high >> self.shift.to(gl.uint32)).to(gl.int32)
+        else:
+            quotient = n // self.by
+        return quotient
+
+    @gluon.jit
+    def or_else(self, other, condition):
+        """This one where the condition holds, else the other."""
+        by = gl.where(condition, self.by, other.by)
+        factor = gl.where(condition, self.factor, other.factor)
+        shift = gl.where(condition, self.shift, other.shift)
+        return Divisor((by, factor, shift), self.known)
+
+
+@aggregate
 class Keys:
     """The blocks of keys that some rows touch, `[first, last)`, and those that they see whole, `[full, masked)`."""
 
@@ -186,6 +219,11 @@ class Board:
     def read(self, cursor):
         """The tile at this place, once it is posted."""
         mbarrier.wait(self.full.index(cursor.index), cursor.parity)
+        return self.again(cursor)
+
+    @gluon.jit
+    def again(self, cursor):
+        """The same, for a group that has read it before."""
         layout: gl.constexpr = gl.BlockedLayout([POST_WORDS], [32], [gl.num_warps()], [0])
         words = self.posts.index(cursor.index).load(layout)
         word = gl.arange(0, POST_WORDS, layout)
@@ -256,16 +294,26 @@ class Schedule:
     len_k: gl.tensor
     heads: gl.tensor
     section: gl.tensor
+    per_section: Divisor
+    inner: Divisor
+    inner_last: Divisor
+    per_batch: Divisor
     rows: gl.constexpr
     sequences: gl.constexpr
     longest_first: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, counter, cu_seqlens_q, cu_seqlens_k, sizes, config):
+    def __init__(self, counter, cu_seqlens_q, cu_seqlens_k, sizes, divisors, config):
         self.counter = counter
         self.cu_seqlens_q = gl.constexpr(None) if cu_seqlens_q is None else cu_seqlens_q
         self.cu_seqlens_k = gl.constexpr(None) if cu_seqlens_k is None else cu_seqlens_k
         self.batch, self.len_q, self.len_k, self.heads, self.section = sizes
+        fast = config.idea_m
+        by_host = fast and config.sequences == 0
+        self.per_section = Divisor(divisors[0:3], by_host)
+        self.inner = Divisor(divisors[3:6], fast and (config.longest_first or by_host))
+        self.inner_last = Divisor(divisors[6:9], fast and (config.longest_first or by_host))
+        self.per_batch = Divisor(divisors[9:12], fast)
         self.rows = gl.constexpr(64 * config.groups)
         self.sequences = gl.constexpr(config.sequences)
         self.longest_first = gl.constexpr(config.longest_first)
@@ -305,6 +353,22 @@ class Schedule:
         return gl.num_programs(0) + gl.atomic_add(self.counter, 1, sem="relaxed")
 
     @gluon.jit
+    def draw(self, is_wanted):
+        """Ask the counter for a number, if one is wanted; `number` waits for it.
+
+        The first thread asks. That it adds 1 is hidden from the assembler, which would wait for the result at once.
+        """
+        lane = gl.arange(0, 32 * gl.num_warps(), gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        return gl.atomic_add(self.counter + lane * 0, lane + 1, mask=(lane == 0) & is_wanted, sem="relaxed")
+
+    @gluon.jit
+    def number(self, drawn, slot):
+        """The number that `draw` asked for; it goes to all threads by way of `slot`, shared memory."""
+        slot.store(drawn)
+        one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        return gl.num_programs(0) + gl.max(slot.slice(0, 1, 0).load(one), 0)
+
+    @gluon.jit
     def reset(self, index, n_tiles):
         """Set the counter back for the next launch: every tile is drawn once, so one block draws the last number."""
         if index == gl.num_programs(0) + n_tiles - 1:
@@ -317,24 +381,32 @@ class Schedule:
         if self.sequences == 0:
             all_heads *= self.batch
         per_section = row_tiles * self.section
-        first = index // per_section * self.section
-        rest = index % per_section
-        width = gl.minimum(self.section, all_heads - first)
-        if self.longest_first:
-            row_tile = row_tiles - 1 - rest // width
-            head = first + rest % width
+        if self.per_section.known:
+            before = self.per_section.quotient(index)
         else:
-            row_tile = rest % row_tiles
-            head = first + rest // row_tiles
+            before = index // per_section
+        first = before * self.section
+        rest = index - before * per_section
+        inner = self.inner.or_else(self.inner_last, first + self.section <= all_heads)
+        if self.longest_first:
+            line = inner.quotient(rest)
+            row_tile = row_tiles - 1 - line
+            head = first + rest - line * inner.by
+        else:
+            line = rest // row_tiles
+            if inner.known:
+                line = inner.quotient(rest)
+            row_tile = rest - line * row_tiles
+            head = first + line
         if self.sequences > 0:
             tile = self.packed_tile(head, row_tile, ends, again.to(gl.int32))
         else:
-            batch = head // self.heads
+            batch = self.per_batch.quotient(head)
             zero = gl.to_tensor(0)
             alive = gl.to_tensor(1)
             q_start = row_tile * self.rows
             tile = Tile(
-                alive, again.to(gl.int32), batch, head % self.heads, q_start, zero, self.len_q, zero, self.len_k
+                alive, again.to(gl.int32), batch, head - batch * self.heads, q_start, zero, self.len_q, zero, self.len_k
             )
         return tile
 
