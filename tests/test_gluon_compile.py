@@ -160,7 +160,9 @@ def test_sections_cover_all_heads_evenly(heads: int, length: int) -> None:
     assert size == 1 or size * length * 512 <= table.L2_SECTION_BYTES
 
 
-@pytest.mark.parametrize("by", [1, 2, 3, 7, 127, 448, 641, 2**16 - 1, 2**16 + 1, 2**30 - 1, 2**30, 2**30 + 1, 2**31 - 1])
+@pytest.mark.parametrize(
+    "by", [1, 2, 3, 7, 127, 448, 641, 2**16 - 1, 2**16 + 1, 2**30 - 1, 2**30, 2**30 + 1, 2**31 - 1]
+)
 def test_divisors_are_exact(by: int) -> None:
     most = 2**31 - 1
     _, factor, shift = table.divisor(by)

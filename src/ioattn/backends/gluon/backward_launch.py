@@ -12,6 +12,7 @@ from triton.compiler import ASTSource
 
 from ioattn.backends.gluon import backward_config as table
 from ioattn.backends.gluon.backward_config import BackwardConfig, QueryConfig
+from ioattn.backends.gluon.config import divisors as forward_divisors
 from ioattn.backends.gluon.config import section as forward_section
 from ioattn.backends.gluon.kernels import around
 from ioattn.backends.gluon.kernels import backward as kernels
@@ -151,7 +152,7 @@ def compile_query(config: QueryConfig, dtype: torch.dtype, steps: tuple[Any, Any
         "slopes": f"*{slopes}" if slopes else "constexpr",
         "counter": "*i32",
         "sizes": ("i32",) * 5,
-        "kv_group": "i32",
+        "divisors": ("i32",) * 15,
         "band": ("i32",) * 3,
         "scale": "fp32",
         "softcap": "fp32" if config.has_softcap else "constexpr",
@@ -377,7 +378,8 @@ def _query(problem: Problem, use: BackwardPlan, shape: Shape, x: Operands) -> Ar
         *(*rows, x.flag, x.dq, (*strides_of(x.dq)[1:], problem.dim)),
         *(x.cu_seqlens_q, x.cu_seqlens_k, x.slopes, x.counter),
         (problem.batch, shape.rows_q, shape.rows_k, problem.heads, forward_section(problem)),
-        *(problem.group, _band(problem), problem.scale, problem.softcap, use.query[0], *use.steps),
+        forward_divisors(problem, 64 * use.query[0].groups, use.query[0].longest_first),
+        *(_band(problem), problem.scale, problem.softcap, use.query[0], *use.steps),
     )
 
 

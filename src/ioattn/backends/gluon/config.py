@@ -41,27 +41,6 @@ class Config:
     cleans: bool = False
     has_softcap: bool = False
     sequences: int = 0
-    ideas: str = ""
-
-    @property
-    def idea_m(self) -> bool:
-        return "m" in self.ideas
-
-    @property
-    def idea_a(self) -> bool:
-        return "a" in self.ideas
-
-    @property
-    def idea_k(self) -> bool:
-        return "k" in self.ideas
-
-    @property
-    def idea_r(self) -> bool:
-        return "r" in self.ideas
-
-    @property
-    def idea_b(self) -> bool:
-        return "b" in self.ideas
 
     @property
     def tile_rows(self) -> int:
@@ -138,16 +117,16 @@ def choose(problem: Problem) -> Config:
     )
 
 
-def divisors(problem: Problem, config: Config) -> tuple[int, ...]:
+def divisors(problem: Problem, tile_rows: int, longest_first: bool) -> tuple[int, ...]:
     """What the schedule divides by, each as `kernels.tiles.Divisor`: it has no time for divisions.
 
     Tiles of a section; within it, heads, or row tiles, and the same in the last section; heads; heads of a group. How
     many row tiles packed sequences have is not known here, and counts as 1.
     """
-    row_tiles = 1 if problem.packed else -(-problem.len_q // config.tile_rows)
+    row_tiles = 1 if problem.packed else -(-problem.len_q // tile_rows)
     all_heads = problem.heads if problem.packed else problem.heads * problem.batch
     size = section(problem)
-    inner = (size, (all_heads - 1) % size + 1) if config.longest_first else (row_tiles, row_tiles)
+    inner = (size, (all_heads - 1) % size + 1) if longest_first else (row_tiles, row_tiles)
     return sum(map(divisor, (row_tiles * size, *inner, problem.heads, problem.group)), ())
 
 

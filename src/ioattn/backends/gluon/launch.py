@@ -164,7 +164,7 @@ def arguments(problem: Problem, use: Plan, tensors: Tensors, out: Tensor, lse: T
         *(out, out_strides, lse, lse_strides, v, v_strides, problem.dim_v),
         *(tensors.cu_seqlens_q, tensors.cu_seqlens_k, tensors.alibi_slopes, tensors.sinks, counter),
         (problem.batch, len_q, problem.len_k, problem.heads, use.section),
-        table.divisors(problem, use.config),
+        table.divisors(problem, use.config.tile_rows, use.config.longest_first),
         (band.lo or 0, band.hi or 0, band.shift),
         *(problem.scale, problem.softcap or 0.0, use.config, use.formula),
     )

@@ -9,30 +9,23 @@ from ioattn.backends.gluon.kernels.tiles import GROUP_ROWS
 @gluon.jit
 def finish(call, post, state, row, GROUP: gl.constexpr):
     """Divide by the row sums and store: out by TMA where the tile is whole, the LSE by pointers."""
+    tile = call.board.read(post)
     config: gl.constexpr = call.config
-    if config.idea_b:
-        tile = call.board.again(post)
-    else:
-        tile = call.board.read(post)
     layouts: gl.constexpr = call.layouts
     memory = call.memory
     is_empty = state.row_sum == 0.0
     inverse = gl.where(is_empty, 0.0, reciprocal(state.row_sum))
     # An empty row has summed zeros: the result is 0, or NaN of hidden keys, and the tile is done again without them.
     out = state.acc * gl.convert_layout(inverse, layouts.acc_row)[:, None]
-    SEARCHES: gl.constexpr = config.cleans and not config.idea_r
-    if SEARCHES:
+    if config.cleans:
         call.board.report(post, GROUP, gl.sum(out, 1) * 0.0)
     if config.out_parts == 2:
         HALF: gl.constexpr = config.dim_v // 2
         left, right = out.reshape([GROUP_ROWS, 2, HALF]).permute([0, 2, 1]).split()
-        poison = store_out(call, tile, left, row, 0, GROUP)
-        poison += store_out(call, tile, right, row, HALF, GROUP)
+        store_out(call, tile, left, row, 0, GROUP)
+        store_out(call, tile, right, row, HALF, GROUP)
     else:
-        poison = store_out(call, tile, out, row, 0, GROUP)
-    REPORTS: gl.constexpr = config.cleans and config.idea_r
-    if REPORTS:
-        call.board.report(post, GROUP, poison)
+        store_out(call, tile, out, row, 0, GROUP)
     lse = gl.where(is_empty, -INF, (state.row_max + log2(state.row_sum)) * LN2)
     rows = row + gl.arange(0, GROUP_ROWS, layouts.row)
     at = tile.batch * memory.lse_batch + tile.head * memory.lse_head + tile.q_offset
@@ -61,26 +54,6 @@ def store_out(call, tile, out, row, FIRST: gl.constexpr, GROUP: gl.constexpr):
     else:
         fence_async_shared()
         store_tile(memory.out_desc, [tile.batch, tile.head, row, FIRST], out_tile)
-    poison = 0.0
-    REPORTS: gl.constexpr = config.cleans and config.idea_r
-    if REPORTS:
-        poison = search(out_rows, config.has_lo)
-    return poison
-
-
-@gluon.jit
-def search(out_rows, HAS_LO: gl.constexpr):
-    """64 zeros, or NaN in some of them if a row that hides as much as any of the group's holds NaN.
-
-    What is hidden from any row is hidden from the first, or, as far as the band hides keys in front, from the last.
-    """
-    ROWS: gl.constexpr = 8  # not less than the 8 rows of a swizzle pattern
-    COLS: gl.constexpr = out_rows.shape[1] // 8
-    layout: gl.constexpr = gl.BlockedLayout([1, COLS], [4, 8], [gl.num_warps(), 1], [1, 0])
-    rows = out_rows.slice(0, ROWS, 0).load(layout).to(gl.float32) * 0.0
-    if HAS_LO:
-        rows += out_rows.slice(GROUP_ROWS - ROWS, ROWS, 0).load(layout).to(gl.float32) * 0.0
-    return gl.sum(rows.reshape([ROWS, 8, COLS]), 2).reshape([GROUP_ROWS])
 
 
 @gluon.jit

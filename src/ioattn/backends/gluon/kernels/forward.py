@@ -67,7 +67,7 @@ def forward(
         Scoring(scale, softcap, slopes, sinks, formula, config.has_softcap),
         Memory(out_desc, out, out_strides, lse, lse_strides, v, v_strides, dim_v),
         out_tiles,
-        Divisor(divisors[12:15], config.idea_m),
+        Divisor(divisors[12:15], True),
         config,
     )
     schedule = Schedule(counter, cu_seqlens_q, cu_seqlens_k, sizes, divisors, config)

@@ -8,8 +8,7 @@ from ioattn.backends.gluon.kernels.tiles import GROUP_ROWS, no_tile
 @gluon.jit
 def load(call, schedule, q_desc, k_desc, v_desc):
     """The loader: posts tiles and keeps the rings of Q, K and V filled."""
-    if call.config.idea_a:
-        slot = gl.allocate_shared_memory(gl.int32, [32 * gl.num_warps()], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    slot = gl.allocate_shared_memory(gl.int32, [32 * gl.num_warps()], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     post = start(2)
     q_round = start(call.config.groups)
     place = start(call.config.stages)
@@ -24,12 +23,9 @@ def load(call, schedule, q_desc, k_desc, v_desc):
     again = index < 0
     while current >= 0:
         tile = schedule.tile(current, row_tiles, ends, again)
-        if not call.config.idea_k:
-            call.board.post(post, tile)
         if call.config.cleans:
             if again:
-                if call.config.idea_k:
-                    call.board.post(post, tile)
+                call.board.post(post, tile)
                 load_queries(call, tile, q_round, q_desc)
                 place, landed = load_again(call, tile, post, place, landed, k_desc, v_desc)
             else:
@@ -40,14 +36,9 @@ def load(call, schedule, q_desc, k_desc, v_desc):
         post = post.next()
         older = newer
         newer = gl.where(again, -1, current)
-        if call.config.idea_a:
-            drawn = schedule.draw(again == 0)
-            suspect = is_suspect(call, post)
-            index = gl.where(again, index, schedule.number(drawn, slot))
-        else:
-            if again == 0:
-                index = schedule.next(index)
-            suspect = is_suspect(call, post)
+        drawn = schedule.draw(again == 0)
+        suspect = is_suspect(call, post)
+        index = gl.where(again, index, schedule.number(drawn, slot))
         current, newer, again = choose(call, post, index, newer, older, suspect, n_tiles)
     schedule.reset(index, n_tiles)
     call.board.post(post, no_tile())
@@ -95,9 +86,9 @@ def load_queries(call, tile, q_round, q_desc):
 
 @gluon.jit
 def load_once(call, tile, post, q_round, place, q_desc, k_desc, v_desc):
-    """Load the queries and the blocks of K and V that the tile's rows see, from the last to the first.
+    """Post the tile; load the queries and the blocks of K and V that its rows see, from the last to the first.
 
-    The first block of K goes before the queries, whose buffers may be in use for longer.
+    The first block of K goes before all else: its buffer is free before the groups are done with the last tile's end.
     """
     KEYS: gl.constexpr = call.config.keys
     TILE_ROWS: gl.constexpr = GROUP_ROWS * call.config.groups
@@ -107,8 +98,7 @@ def load_once(call, tile, post, q_round, place, q_desc, k_desc, v_desc):
     some = keys.last > keys.first
     if some:
         call.keys.fill(place, k_desc, coord)
-    if call.config.idea_k:
-        call.board.post(post, tile)
+    call.board.post(post, tile)
     load_queries(call, tile, q_round, q_desc)
     if some:
         call.values.fill(place, v_desc, coord)

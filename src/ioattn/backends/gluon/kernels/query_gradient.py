@@ -17,7 +17,7 @@ from ioattn.backends.gluon.kernels.names import (
     warpgroup_mma_wait,
 )
 from ioattn.backends.gluon.kernels.pipeline import Cursor, Ring, Turns, ring, start, turns
-from ioattn.backends.gluon.kernels.tiles import GROUP_ROWS, Band, Board, Schedule, board, no_tile
+from ioattn.backends.gluon.kernels.tiles import GROUP_ROWS, Band, Board, Divisor, Schedule, board, no_tile
 
 
 @aggregate
@@ -100,7 +100,7 @@ class QueryCall:
     band: Band
     scoring: Derivative
     rows: Rows
-    kv_group: gl.tensor
+    kv_group: Divisor
     layouts: QueryLayouts
     config: gl.constexpr
 
@@ -140,7 +140,7 @@ def load_tiles(call, schedule, q_desc, dout_desc, k_desc, v_desc):
             call.douts.fill(round_q.at(group), dout_desc, coord)
         round_q = round_q.again()
         keys = call.band.blocks(tile, tile.q_start, TILE_ROWS, KEYS)
-        kv_head = tile.head // call.kv_group
+        kv_head = call.kv_group.quotient(tile.head)
         for step in range(keys.last - keys.first):
             coord = [tile.batch, kv_head, tile.k_offset + (keys.last - 1 - step) * KEYS, 0]
             call.keys.fill(k_place, k_desc, coord)
@@ -360,7 +360,7 @@ def query_gradient(
     slopes,
     counter,
     sizes,
-    kv_group,
+    divisors,
     band,
     scale,
     softcap,
@@ -383,10 +383,10 @@ def query_gradient(
         Band(band[0], band[1], band[2], config.has_lo, config.has_hi, config.bottom_right),
         Derivative(scale, softcap, slopes, step, dstep, config.has_softcap),
         Rows(dq_desc, lse, delta, row_strides, flag, dq, dq_strides),
-        kv_group,
+        Divisor(divisors[12:15], True),
         config,
     )
-    schedule = Schedule(counter, cu_seqlens_q, cu_seqlens_k, sizes, config)
+    schedule = Schedule(counter, cu_seqlens_q, cu_seqlens_k, sizes, divisors, config)
     gl.warp_specialize(
         [
             (load_tiles, (call, schedule, q_desc, dout_desc, k_desc, v_desc)),

@@ -66,7 +66,7 @@ class Divisor:
 
     @gluon.jit
     def or_else(self, other, condition):
-        """This one where the condition holds, else the other."""
+        """The divisor itself where the condition holds, else the other."""
         by = gl.where(condition, self.by, other.by)
         factor = gl.where(condition, self.factor, other.factor)
         shift = gl.where(condition, self.shift, other.shift)
@@ -219,11 +219,6 @@ class Board:
     def read(self, cursor):
         """The tile at this place, once it is posted."""
         mbarrier.wait(self.full.index(cursor.index), cursor.parity)
-        return self.again(cursor)
-
-    @gluon.jit
-    def again(self, cursor):
-        """The same, for a group that has read it before."""
         layout: gl.constexpr = gl.BlockedLayout([POST_WORDS], [32], [gl.num_warps()], [0])
         words = self.posts.index(cursor.index).load(layout)
         word = gl.arange(0, POST_WORDS, layout)
@@ -308,12 +303,11 @@ class Schedule:
         self.cu_seqlens_q = gl.constexpr(None) if cu_seqlens_q is None else cu_seqlens_q
         self.cu_seqlens_k = gl.constexpr(None) if cu_seqlens_k is None else cu_seqlens_k
         self.batch, self.len_q, self.len_k, self.heads, self.section = sizes
-        fast = config.idea_m
-        by_host = fast and config.sequences == 0
-        self.per_section = Divisor(divisors[0:3], by_host)
-        self.inner = Divisor(divisors[3:6], fast and (config.longest_first or by_host))
-        self.inner_last = Divisor(divisors[6:9], fast and (config.longest_first or by_host))
-        self.per_batch = Divisor(divisors[9:12], fast)
+        dense = config.sequences == 0
+        self.per_section = Divisor(divisors[0:3], dense)
+        self.inner = Divisor(divisors[3:6], config.longest_first or dense)
+        self.inner_last = Divisor(divisors[6:9], config.longest_first or dense)
+        self.per_batch = Divisor(divisors[9:12], True)
         self.rows = gl.constexpr(64 * config.groups)
         self.sequences = gl.constexpr(config.sequences)
         self.longest_first = gl.constexpr(config.longest_first)
