@@ -240,10 +240,6 @@ class CacheForm(NamedTuple):
     """The kernel that combines the pieces starts early, and waits on the device."""
     PRECISION: str
     UPCAST: bool
-    AHEAD: int = 0
-    """How many tiles are asked for before the kernel in front of this one has ended."""
-    SOON: bool = False
-    """The kernel behind may start before the kernel in front of this one has ended."""
     SIDE: int = 0
     """How many keys lie side by side in the threads of a program that uses no tensor cores, 0 elsewhere."""
     SPAN: int = 0

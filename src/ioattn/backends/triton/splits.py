@@ -30,10 +30,6 @@ class CacheTiles(NamedTuple):
     """The most that a thread may have, where the compiler would otherwise take so many that fewer programs fit."""
     beside: int = 2
     """How many programs should share a processor."""
-    ahead: int = 0
-    """How many tiles of keys a program asks for while the kernel in front of it still runs."""
-    soon: bool = False
-    """The next call may start while this one's last kernel waits."""
     lanes: int = 0
     """How many threads share a key and multiply it without tensor cores; 0: tensor cores."""
 
@@ -73,11 +69,9 @@ MANY_ROWS = CacheTiles(64, 64, 4, 3)
 maxima from warp to warp: 2.27 TB/s for 16 tokens at B16 N8192. In one piece for each processor 3.91, in two 3.28; B1
 N131072 in 32 pieces 3.91."""
 
-SHORT = CacheTiles(16, 64, 4, 4, beside=1)
-"""Few keys: at B1 N8192 16 pieces take 13.8 us and 32, two of which share a processor, 14.3."""
-
-MAX_SHORT_TILES = 8
-"""So many tiles of 64 keys for each processor are few."""
+FEW_HEADS = CacheTiles(16, 64, 4, 4, beside=1)
+"""Fewer heads than processors, one piece for each of these: B1 N8192 in 16 pieces 12.9 us, N131072 4.23 TB/s; in 32, of
+which two share a processor, with three stages, 13.4 us and 3.98 TB/s."""
 
 SHORT_PAGES = CacheTiles(16, 128, 8, 4, beside=1)
 """One head for each processor, in pages shorter than a tile: B16 N8192 in pages of 16 at 4.07 TB/s, 3.80 with 64 keys
@@ -150,8 +144,7 @@ def tiles_of_halves(problem: Problem, rows: int, gpu: Gpu) -> CacheTiles:
     if gpu.family == "wgmma" and rows > MAX_ROWS // 2:
         return MANY_ROWS._replace(beside=1) if share >= 0.9 else MANY_ROWS
     if share < 0.9:
-        few = heads * count(keys_in_reach(problem), SHORT.k_tile) <= MAX_SHORT_TILES * gpu.processors
-        return SHORT if few else small
+        return FEW_HEADS
     if gpu.family == "mma":
         return LARGE
     return SEVERAL if problem.len_q > 1 else MANY_HEADS if share >= 1.8 else LARGE

@@ -65,17 +65,14 @@ def after_the_kernel_before(x, form: tl.constexpr):
     """x >= 0 as it is, when the kernel in front of this one has ended: comes before the first read of memory.
 
     This program may have been set up before that. The wait depends on x, or the assembler would move it in front of
-    what x is computed from. The kernel behind may be set up from here on, or, where `SOON` says so, before the wait.
+    what x is computed from. The kernel behind may be set up from here on.
     """
     if form.EARLY:
-        if form.SOON:
-            tl.extra.cuda.gdc_launch_dependents()
         x = tl.inline_asm_elementwise(
             "{ .reg .pred p; setp.ge.s32 p, $1, 0; @p griddepcontrol.wait; mov.b32 $0, $1; }",
             "=r,r", [x], tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
-        if not form.SOON:
-            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_launch_dependents()
     return x
 
 
@@ -89,78 +86,13 @@ def piece_of(inputs, numbers, form: tl.constexpr):
     at = at // numbers.pieces
     kv_head = (at % numbers.kv_heads).to(tl.int64)
     batch = at // numbers.kv_heads
-    if form.AHEAD != 0:
-        fetch_ahead(batch, kv_head, number, first_row, inputs, numbers, form)
     batch = after_the_kernel_before(batch, form).to(tl.int64)
-    return piece_at(batch, kv_head, number, first_row, tl.load(inputs.lengths + batch), numbers, form)
-
-
-@device
-def piece_at(batch, kv_head, number, first_row, before, numbers, form: tl.constexpr):
-    """The piece, where the cache held so many keys before the call."""
+    before = tl.load(inputs.lengths + batch)
     row = first_row + tl.arange(0, form.Q.ROWS)
     head = kv_head.to(tl.int32) * form.GROUP + row % form.GROUP
     bad = (before < 0) | (before > numbers.capacity - numbers.appended)
     len_k = tl.where(bad, 0, before + numbers.appended)
     return Piece(batch, kv_head, number, first_row, row // form.GROUP, head, len_k, len_k - numbers.len_q, bad)
-
-
-@device
-def fetch_ahead(batch, kv_head, number, first_row, inputs, numbers, form: tl.constexpr):
-    """Ask for the first tiles of keys and values, and for the queries, to be in the L2 cache when they are read.
-
-    The kernel in front may still be writing the length. Nothing but the choice of what is asked for follows from it,
-    and what is asked for exists; the L2 cache is what all processors write to, so that nothing in it gets old.
-    """
-    batch = batch.to(tl.int64)
-    q = inputs.q
-    rows_of_q = q.ptr + batch * q.batch + kv_head * form.GROUP * q.head
-    prefetch(rows_of_q, form.GROUP, q.head, q.column, form.Q)
-    before = tl.inline_asm_elementwise(
-        "ld.relaxed.gpu.global.b32 $0, [$1];", "=r,l", [inputs.lengths + batch], tl.int32, is_pure=False, pack=1
-    )
-    piece = piece_at(batch, kv_head, number, first_row, before, numbers, form)
-    walk = walk_of(piece, inputs, numbers, form)
-    rows = tl.minimum(tl.maximum(walk.end - walk.start, 0), form.AHEAD * form.K.ROWS)
-    at = walk.start.to(tl.int64)
-    k = inputs.k
-    prefetch(k.ptr + batch * k.batch + kv_head * k.head + at * k.row, rows, k.row, k.column, form.K)
-    v = inputs.v
-    prefetch(v.ptr + batch * v.batch + kv_head * v.head + at * v.row, rows, v.row, v.column, form.V)
-
-
-@device
-def prefetch(first, rows, step, column, box: tl.constexpr):
-    """Ask for rows of a tensor, `step` elements apart, each thread for one, or where nothing lies between one for all.
-
-    Only asked for, so that no row is looked at twice: where columns are apart, nothing.
-    """
-    SIZE: tl.constexpr = first.dtype.element_ty.primitive_bitwidth // 8
-    dense = step == box.COLUMNS
-    rows = tl.where(column == 1, rows, 0)
-    count = tl.where(dense, tl.minimum(rows, 1), rows)
-    size = tl.where(dense, rows * (box.COLUMNS * SIZE), box.COLUMNS * SIZE) // 16 * 16
-    count = tl.where(size > 0, count, 0)
-    # The copy engine takes addresses and sizes that are multiples of 16.
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred p; .reg .u32 t; .reg .u64 a;
-        mov.u32 t, %tid.x;
-        setp.ge.s32 p, t, $2;
-        @p bra done;
-        cvt.u64.u32 a, t;
-        mad.lo.u64 a, a, $3, $1;
-        and.b64 a, a, -16;
-        cp.async.bulk.prefetch.L2.global [a], $4;
-        done:
-        mov.u32 $0, 0;
-        }""",
-        "=r,l,r,l,r",
-        [first.to(tl.int64), count, tl.cast(step, tl.int64) * SIZE, size],
-        tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @device
