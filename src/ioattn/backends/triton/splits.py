@@ -70,8 +70,11 @@ maxima from warp to warp: 2.27 TB/s for 16 tokens at B16 N8192. In one piece for
 N131072 in 32 pieces 3.91."""
 
 FEW_HEADS = CacheTiles(16, 64, 4, 4, beside=1)
-"""Fewer heads than processors, one piece for each of these: B1 N8192 in 16 pieces 12.9 us, N131072 4.23 TB/s; in 32, of
-which two share a processor, with three stages, 13.4 us and 3.98 TB/s."""
+"""Fewer heads than processors, one token and many keys, one piece for each processor: B1 N131072 4.23 TB/s, in 32
+pieces, of which two share a processor, 4.17; 8 tokens 3.46, in 32 3.89. At B1 N8192 one run is for it, two are not."""
+
+MANY_TILES = 8
+"""So many tiles of 64 keys for each processor are many."""
 
 SHORT_PAGES = CacheTiles(16, 128, 8, 4, beside=1)
 """One head for each processor, in pages shorter than a tile: B16 N8192 in pages of 16 at 4.07 TB/s, 3.80 with 64 keys
@@ -144,7 +147,8 @@ def tiles_of_halves(problem: Problem, rows: int, gpu: Gpu) -> CacheTiles:
     if gpu.family == "wgmma" and rows > MAX_ROWS // 2:
         return MANY_ROWS._replace(beside=1) if share >= 0.9 else MANY_ROWS
     if share < 0.9:
-        return FEW_HEADS
+        tiles = heads * count(keys_in_reach(problem), FEW_HEADS.k_tile)
+        return FEW_HEADS if problem.len_q == 1 and tiles > MANY_TILES * gpu.processors else small
     if gpu.family == "mma":
         return LARGE
     return SEVERAL if problem.len_q > 1 else MANY_HEADS if share >= 1.8 else LARGE
