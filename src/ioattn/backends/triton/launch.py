@@ -195,7 +195,7 @@ ORDERS: dict[Direction, str] = {"forward": "columns", "key_value": "rows", "quer
 def _side_by_side(problem: Problem, tensors: Tensors, gpu: Gpu | None, stores_bias: bool) -> bool:
     """Whether keys are taken in that order: each 16 keys of a row start at a multiple of 16 bytes, on Hopper."""
     per_score = [x for x in (tensors.bias, tensors.mask) if x is not None]
-    if not per_score or problem.dtype.itemsize != 2 or problem.len_k % 16 or stores_bias:
+    if not per_score or problem.dtype.itemsize != 2 or problem.len_k == 0 or problem.len_k % 16 or stores_bias:
         return False
     if gpu is not None and gpu.capability[0] != 9:
         return False

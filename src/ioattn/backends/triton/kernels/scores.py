@@ -127,7 +127,7 @@ def load_scores(matrix, pairs, task):
 def words_at(q_start, k_start, task, form: tl.constexpr, KIND: tl.constexpr):
     """What a thread needs of the bias and of the mask, as 32-bit words; nothing where keys lie in their own order.
 
-    A full tile is there as a whole. Where another is not, something else that exists is read: it is hidden.
+    Where one does not exist, something else that does is read: it is hidden, or belongs to a row that is not stored.
     """
     bias = ()
     mask = ()
@@ -146,14 +146,16 @@ def load_words(matrix, q_start, k_start, task, form: tl.constexpr, KIND: tl.cons
     COUNT: tl.constexpr = 8 if form.K.ORDER == "columns" else 2
     col = k_start + COUNT * tl.arange(0, form.K.ROWS // COUNT)
     row = tl.arange(0, form.Q.ROWS)
-    if KIND != FULL:
-        col = tl.minimum(col, seq.len_k - COUNT)
     if form.K.ORDER == "columns":
         # All keys of a full tile exist, not all queries.
+        if KIND != FULL:
+            col = tl.minimum(col, seq.len_k - COUNT)
         row = tl.minimum(q_start + row, seq.len_q - 1)
         first = row_at(matrix, seq.batch, task.head, 0)
         pointers = first + row.to(tl.int64)[:, None] * matrix.row + col[None, :]
     else:
+        # And here all queries, not all keys.
+        col = tl.minimum(col, seq.len_k - COUNT)
         if KIND != FULL:
             row = tl.minimum(row, seq.len_q - 1 - q_start)
         first = row_at(matrix, seq.batch, task.head, tl.cast(q_start, tl.int64))
