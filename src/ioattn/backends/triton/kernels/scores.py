@@ -186,10 +186,11 @@ def loaded(pointers, COUNT: tl.constexpr):
     elif SIZE == 8:
         words += tl.inline_asm_elementwise(LOAD_8, "=r,=r,l", [pointers.to(tl.int64)], (tl.int32, tl.int32), True, 1)
     else:
-        types: tl.constexpr = (tl.int32, tl.int32, tl.int32, tl.int32)
         for i in tl.static_range(SIZE // 16):
             at = pointers.to(tl.int64) + 16 * i
-            words += tl.inline_asm_elementwise(LOAD_16, "=r,=r,=r,=r,l", [at], types, True, 1)
+            words += tl.inline_asm_elementwise(
+                LOAD_16, "=r,=r,=r,=r,l", [at], (tl.int32, tl.int32, tl.int32, tl.int32), True, 1
+            )
     return words
 
 
