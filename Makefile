@@ -6,7 +6,8 @@ run := .venv/bin
 
 OLDEST_TRITON := 3.6.0
 NEWEST_TRITON := 3.9.0
-compiled := tests/test_triton_compile.py tests/test_gluon_compile.py tests/test_gluon_backward_compile.py
+compiled := tests/test_triton_compile.py tests/test_gluon_compile.py tests/test_gluon_backward_compile.py \
+    tests/test_decode_compile.py
 twins := feature or head_dimensions or value_dimension or head_groups or layouts
 interpreted := triton-cpu and not (test_forward and ($(twins)))
 

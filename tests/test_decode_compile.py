@@ -113,9 +113,11 @@ def test_tiles_of_several_tokens_fit(n_q: int, tmp_path: Path) -> None:
         assert unwritten_reads(dump(tmp_path / "kernel.cubin", "--dump-sass").splitlines()) == []
 
 
-@pytest.mark.parametrize(("batch", "keys", "page"), [(16, 8192, 16), (64, 4096, 16), (64, 4096, None), (1, 8192, None)])
+@pytest.mark.parametrize(
+    ("batch", "keys", "page"), [(16, 8192, 16), (64, 4096, 16), (64, 4096, None), (1, 131072, None)]
+)
 def test_tiles_of_one_token_fit(batch: int, keys: int, page: int | None, tmp_path: Path) -> None:
-    """Pages shorter than a tile at one and more heads per processor, and few keys: four stages. Many heads: turned."""
+    """Pages shorter than a tile at one and more heads per processor, and few heads: four stages. Many heads: turned."""
     shape = (batch, 8, keys, 128) if page is None else (batch * keys // page, 8, page, 128)
     cache = empty(*shape, dtype=torch.bfloat16)
     table = None if page is None else empty(batch, keys // page, dtype=torch.int32)

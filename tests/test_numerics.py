@@ -158,10 +158,13 @@ def test_a_hidden_value_does_not_change_a_visible_infinity(backend: Target, hidd
 def test_nothing_that_arrives_at_an_empty_row_goes_on(backend: Target, name: str, by: str) -> None:
     case = dense(backend, SHAPE, **{by: (1, 1, 33, 70)})
     case.tensors[by][:, :, 5:9] = False if by == "mask" else -torch.inf
-    truth = exact(case)
+    truth, before = exact(case), run(backend, case)
     {"dout": case.dout, "dlse": case.dlse}[name][:, :, 5:9] = torch.nan
     clean = case.dout.nan_to_num(0), case.dlse.nan_to_num(0)
-    assert_close(run(backend, case), Case(case.tensors, *clean, case.options), truth)
+    after = run(backend, case)
+    assert_close(after, Case(case.tensors, *clean, case.options), truth)
+    if backend.device == "cpu":  # what a GPU repairs is summed in another order
+        assert all(torch.equal(value, after[name]) for name, value in before.items())
 
 
 def test_nan_in_queries_that_see_nothing_is_never_read(backend: Target) -> None:

@@ -47,7 +47,7 @@ def load(call, schedule, q_desc, k_desc, v_desc):
 @gluon.jit
 def is_suspect(call, post):
     """Whether the tile that was posted here is to be done again, once it is done."""
-    suspect = call.kv_group.by < 0
+    suspect = call.kv_group.by < 0  # false, as a scalar of the device
     if call.config.cleans:
         call.board.acquire(post)
         suspect = call.board.is_suspect(post)

@@ -1,7 +1,6 @@
 """What a program of decoding does: which piece of which keys it walks over, where they lie, where its results go.
 
-A program may be set up while the kernel in front of it runs. Until that has ended it reads nothing that counts; what it
-will need it may already have brought to the L2 cache.
+A program may be set up while the kernel in front of it runs. Until that has ended it reads nothing.
 """
 
 from __future__ import annotations
