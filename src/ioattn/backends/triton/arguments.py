@@ -246,3 +246,7 @@ class CacheForm(NamedTuple):
     """How many columns of a key lie side by side in those threads."""
     STAGES: int = 0
     """Of the loop over keys, where it has no product that tells Triton to load ahead."""
+    APART: bool = False
+    """Weights of full tiles are summed for each place of a tile, and over the keys only after the last."""
+    EDGE_STAGES: int = 1
+    """Of the loop over tiles at edges."""

@@ -32,6 +32,12 @@ class CacheTiles(NamedTuple):
     """How many programs should share a processor."""
     lanes: int = 0
     """How many threads share a key and multiply it without tensor cores; 0: tensor cores."""
+    edge: int = 32
+    """The most keys of a tile whose values are searched for hidden NaN and inf: they fill registers."""
+    edge_stages: int = 1
+    """Of the loop over these tiles."""
+    apart: bool = True
+    """Weights are summed for each place of a tile of keys, not over its keys: no step waits for other warps' sums."""
 
     @property
     def launch(self) -> Tiles:
@@ -58,13 +64,13 @@ LARGE = CacheTiles(16, 128, 8, 3, beside=1)
 """Where there is a head for every processor. On an H200, D 128, GQA 32/8: 4.32 TB/s of K and V at B16 N8192, with a
 stage more 4.27, with 64 keys and 6 stages 4.21."""
 
-SEVERAL = LARGE._replace(turned=True)
+SEVERAL = LARGE._replace(turned=True, edge_stages=2)
 """8 tokens at B16 N8192: 3.97 TB/s, not turned 0.98 of that, with 64 keys 0.92."""
 
 MANY_HEADS = CacheTiles(16, 64, 4, 3, turned=True)
 """Two heads and more for each processor, one token: B64 N4096 at 4.37 TB/s, 4.34 with 128 keys on 8 warps."""
 
-MANY_ROWS = CacheTiles(64, 64, 4, 3)
+MANY_ROWS = CacheTiles(64, 64, 4, 3, apart=False)
 """64 rows: weights go from one product to the next in registers. Turned around they pass through shared memory, and
 maxima from warp to warp: 2.27 TB/s for 16 tokens at B16 N8192. In one piece for each processor 3.91, in two 3.28; B1
 N131072 in 32 pieces 3.91."""

@@ -31,6 +31,12 @@ def decode_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.conste
     """Overwrite the rows of one tile for one piece: of `out` and `lse` themselves, or of the partial results."""
     numbers = decoded(numbers)
     piece = piece_of(inputs, numbers, form)
+    attend_to_piece(piece, inputs, out, lse, numbers, form, step)
+
+
+@device
+def attend_to_piece(piece, inputs, out, lse, numbers, form: tl.constexpr, step: tl.constexpr):
+    """Results of a piece: of its full tiles of keys, then of those at the edges of what its rows see."""
     walk = walk_of(piece, inputs, numbers, form)
     q_tile = load_rows_of_q(piece, inputs, numbers, form)
     if form.TURNED:
@@ -38,7 +44,24 @@ def decode_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.conste
     row_max = tl.full((form.Q.ROWS,), -INF, tl.float32)
     if inputs.sinks is not None and not form.SPLIT:
         row_max = tl.zeros_like(row_max) + tl.load(inputs.sinks + piece.head).to(tl.float32)
+    row_max, row_sum, acc, last_page = over_full_tiles(row_max, q_tile, walk, piece, inputs, numbers, form, step)
+    row_max, row_sum, acc, last_page = over_edges(
+        row_max, row_sum, acc, last_page, q_tile, walk, piece, inputs, numbers, form, step
+    )
+    # Nobody takes what was made of a wrong length or of a page that does not exist for a result.
+    bad = piece.bad
+    if form.PAGE != 0:
+        bad = bad | (last_page >= numbers.pages.to(tl.uint32))
+    row_sum = tl.where(bad, float("nan"), row_sum)
+    store_results(row_max, row_sum, acc, out, lse, piece, numbers, form)
+
+
+@device
+def over_full_tiles(row_max, q_tile, walk, piece, inputs, numbers, form: tl.constexpr, step: tl.constexpr):
+    """The tiles of keys that all rows see. A row starts with its sink, if it has one: a weight of 1."""
     row_sum = (row_max != -INF).to(tl.float32)
+    if form.APART:
+        row_sum = spread(row_sum, form)
     if form.TURNED:
         acc = tl.zeros((form.V.WIDTH, form.Q.ROWS), tl.float32)
     else:
@@ -52,12 +75,22 @@ def decode_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.conste
         # A tile ahead, so that nobody waits for it.
         page = page_at(k_start + form.K.ROWS, piece, walk, inputs, numbers, form.K, form, FULL)
         last_page = tl.maximum(last_page, page)
+    if form.APART:
+        row_sum = tl.sum(row_sum, 0 if form.TURNED else 1)
     if form.PAGE != 0 and form.PAGE < form.K.ROWS:
         last_page = tl.max(last_page, 0)
+    return row_max, row_sum, acc, last_page
+
+
+@device
+def over_edges(
+    row_max, row_sum, acc, last_page, q_tile, walk, piece, inputs, numbers, form: tl.constexpr, step: tl.constexpr
+):
+    """The tiles before and after those."""
     TILE: tl.constexpr = form.EDGE_K.ROWS
     edges_before = (walk.full_start - walk.start) // TILE
     edges = edges_before + (walk.end - walk.full_end + TILE - 1) // TILE
-    for edge in tl.range(edges, num_stages=1):
+    for edge in tl.range(edges, num_stages=form.EDGE_STAGES):
         k_start = walk.start + edge * TILE
         if edge >= edges_before:
             k_start = walk.full_end + (edge - edges_before) * TILE
@@ -68,12 +101,7 @@ def decode_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.conste
         if form.PAGE != 0 and form.PAGE < form.EDGE_K.ROWS:
             edge_page = tl.max(edge_page, 0)
         last_page = tl.maximum(last_page, edge_page)
-    # Nobody takes what was made of a wrong length or of a page that does not exist for a result.
-    bad = piece.bad
-    if form.PAGE != 0:
-        bad = bad | (last_page >= numbers.pages.to(tl.uint32))
-    row_sum = tl.where(bad, float("nan"), row_sum)
-    store_results(row_max, row_sum, acc, out, lse, piece, numbers, form)
+    return row_max, row_sum, acc, last_page
 
 
 @device
@@ -85,6 +113,13 @@ def load_rows_of_q(piece, inputs, numbers, form: tl.constexpr):
     column = tl.arange(0, form.Q.WIDTH)
     exists = (piece.token < numbers.len_q)[:, None] & (column < form.Q.COLUMNS)[None, :]
     return tl.load(first + rows[:, None] + column[None, :] * q.column, mask=exists, other=0.0)  # [ROWS, WIDTH]
+
+
+@device
+def spread(row_sum, form: tl.constexpr):
+    """A sum for each place of a tile of scores, so that no step adds up what different warps hold; all at the first."""
+    first = along_keys(tl.arange(0, form.K.ROWS) == 0, form)
+    return tl.where(first, along_rows(row_sum, form), 0.0)
 
 
 @device
@@ -111,7 +146,10 @@ def attend(
     shift = or_zero(new_max)
     weights = tl.exp2((scores - along_rows(shift, form)) * factor)
     rescale = tl.exp2((row_max - shift) * factor)
-    row_sum = rescale * row_sum + tl.sum(weights, KEYS)
+    if KIND == FULL and form.APART:
+        row_sum = along_rows(rescale, form) * row_sum + weights
+    else:
+        row_sum = rescale * row_sum + tl.sum(weights, KEYS)
     acc = along_rows(rescale, form) * acc
     if KIND == FULL or not form.SEVERAL:
         # Of one token no score alone is hidden: what is not visible was not read.
