@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from sass import unwritten_reads
-from test_triton_compile import GPUS, Kernel, compile_for, dump, empty, gpu, machine_of
+from test_triton_compile import GPUS, Kernel, Machine, compile_for, dump, empty, gpu, machine_of
 
 from ioattn import caches
 from ioattn.backends.triton import decoding, splits
@@ -85,6 +85,18 @@ def test_few_rows_in_float32(dim: int, group: int, tmp_path: Path) -> None:
     assert all(sum("SHFL" in i for i in body) <= 12 * group for body in loops)
 
 
+def barriers_of_steps(machine: Machine) -> list[int]:
+    """How often the warps of a program meet in a step over full tiles of keys, which asks for 16 pieces of others."""
+    found = []
+    for end, instruction in machine.code:
+        jump = re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", instruction)
+        if jump and int(jump[1], 16) < end:
+            body = [i for at, i in machine.code if int(jump[1], 16) <= at <= end]
+            if sum("LDGSTS" in i for i in body) == 16:
+                found.append(sum("BAR.SYNC" in i for i in body))
+    return found
+
+
 def only_arithmetic_comes_before_the_wait(instructions: list[str]) -> bool:
     """A kernel that starts early divides before it waits for the one in front, and reads memory after."""
     wait = instructions.index("ACQBULK")
@@ -106,6 +118,10 @@ def test_tiles_of_several_tokens_fit(n_q: int, tmp_path: Path) -> None:
         compiled = compile_for(90, kernel)
         assert compiled.metadata.shared <= kernel.shared_bound <= GPUS[90], kernel.name
         machine = machine_of(compiled, tmp_path)
+        if n_q < 16:
+            # Q passes through registers; keys do not, not even at the edges of what a token sees.
+            assert sum("LDG.E.128" in i for _, i in machine.code) <= 2, kernel.name
+            assert barriers_of_steps(machine) == [6]
         if n_q == 16:
             [loop] = machine.loops("HGMMA")
             assert sum("WARPGROUP.DEPBAR" in i for i in loop) <= 2
@@ -132,6 +148,9 @@ def test_tiles_of_one_token_fit(batch: int, keys: int, page: int | None, tmp_pat
         assert machine.stack == 0, kernel.name
         assert machine.reads_of_nothing() == [], kernel.name
         assert unwritten_reads(dump(tmp_path / "kernel.cubin", "--dump-sass").splitlines()) == []
+        if (kernel.name, page) == ("decode", None):
+            # Warps exchange maxima and weights, and no sums.
+            assert all(count <= 6 for count in barriers_of_steps(machine))
 
 
 @pytest.mark.parametrize("sm", GPUS)

@@ -88,7 +88,7 @@ SHORT_PAGES = CacheTiles(16, 128, 8, 4, beside=1)
 """One head for each processor, in pages shorter than a tile: B16 N8192 in pages of 16 at 4.07 TB/s, 3.80 with 64 keys
 in 2 pieces, 3.24 with 64 keys in one: 4 warps make the addresses of a tile too slowly."""
 
-MANY_SHORT_PAGES = CacheTiles(16, 64, 4, 4)
+MANY_SHORT_PAGES = CacheTiles(16, 64, 4, 4, apart=False)
 """Two heads and more for each: B64 N4096 at 4.29 TB/s, 4.11 with 128 keys. Two programs per processor, not three: 512
 heads on 132 processors then end more evenly."""
 
