@@ -27,7 +27,7 @@ def step(tensors, dout, **options):
 torch.manual_seed(int(sys.argv[1]))
 dims, calls, different = (64, 128, 256), 0, []
 for dim in dims:
-    q, k, v, dout = torch.randn(4, 4096 // dim, 16, 2048, dim, device="cuda", dtype=torch.bfloat16)
+    q, k, v, dout = torch.randn(4, 8192 // dim, 16, 2048, dim, device="cuda", dtype=torch.bfloat16)
     tensors = [x.requires_grad_() for x in (q, k, v)]
     for options in ({{}}, {{"causal": True}}, {{"causal": True, "deterministic": True}}):
         first = step(tensors, dout, **options)
