@@ -248,8 +248,6 @@ class CacheForm(NamedTuple):
     """Of the loop over keys, where it has no product that tells Triton to load ahead."""
     COMBINED: Box | None = None
     """Rows, and pieces of each, that are combined at once where a piece's kernel does that."""
-    STAGGER: int = 0
-    """Where programs start on their tiles: all at the first, by heads, or by programs."""
     APART: bool = False
     """Weights of full tiles are summed for each place of a tile, and over the keys only after the last."""
     EDGE_STAGES: int = 1

@@ -245,7 +245,6 @@ def _form(problem: Problem, tensors: CacheTensors, tiles: CacheTiles, split: boo
         SIDE=side,
         SPAN=4 * tiles.lanes,
         STAGES=tiles.num_stages,
-        STAGGER=0 if problem.cache.page else tiles.stagger,
         APART=tiles.apart,
         EDGE_STAGES=tiles.edge_stages,
     )

@@ -36,8 +36,6 @@ class CacheTiles(NamedTuple):
     """The most keys of a tile whose values are searched for hidden NaN and inf: they fill registers."""
     edge_stages: int = 1
     """Of the loop over these tiles."""
-    stagger: int = 0
-    """With 1 heads, with 2 programs start at different tiles of theirs, so that memory sees no pattern."""
     apart: bool = True
     """Weights are summed for each place of a tile of keys, not over its keys: no step waits for other warps' sums."""
 

@@ -68,8 +68,7 @@ def over_full_tiles(row_max, q_tile, walk, piece, inputs, numbers, form: tl.cons
         acc = tl.zeros((form.Q.ROWS, form.V.WIDTH), tl.float32)
     page = page_at(walk.full_start, piece, walk, inputs, numbers, form.K, form, FULL)
     last_page = page
-    for place in range(walk.full_start, walk.full_end, form.K.ROWS):
-        k_start = staggered(place, walk, piece, numbers, form)
+    for k_start in range(walk.full_start, walk.full_end, form.K.ROWS):
         row_max, row_sum, acc = attend(
             row_max, row_sum, acc, q_tile, page, k_start, walk, piece, inputs, numbers, form, step, FULL
         )
@@ -81,22 +80,6 @@ def over_full_tiles(row_max, q_tile, walk, piece, inputs, numbers, form: tl.cons
     if form.PAGE != 0 and form.PAGE < form.K.ROWS:
         last_page = tl.max(last_page, 0)
     return row_max, row_sum, acc, last_page
-
-
-@device
-def staggered(place, walk, piece, numbers, form: tl.constexpr):
-    """The full tile that comes in this place: with the first of them somewhere in the middle."""
-    if form.STAGGER != 0:
-        tiles = tl.maximum((walk.full_end - walk.full_start) // form.K.ROWS, 1)
-        head = piece.kv_head.to(tl.int32)
-        if form.STAGGER == 1:
-            first = (head * numbers.pieces + piece.number) * tiles // (numbers.kv_heads * numbers.pieces)
-        else:
-            program = (piece.batch.to(tl.int32) * numbers.kv_heads + head) * numbers.pieces + piece.number
-            first = program * 5 % tiles
-        place += first * form.K.ROWS
-        place = tl.where(place >= walk.full_end, place - tiles * form.K.ROWS, place)
-    return place
 
 
 @device
