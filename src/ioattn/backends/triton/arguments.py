@@ -246,8 +246,6 @@ class CacheForm(NamedTuple):
     """How many columns of a key lie side by side in those threads."""
     STAGES: int = 0
     """Of the loop over keys, where it has no product that tells Triton to load ahead."""
-    COMBINED: Box | None = None
-    """Rows, and pieces of each, that are combined at once where a piece's kernel does that."""
     APART: bool = False
     """Weights of full tiles are summed for each place of a tile, and over the keys only after the last."""
     EDGE_STAGES: int = 1

@@ -26,12 +26,7 @@ from ioattn.backends.triton.arguments import (
 )
 from ioattn.backends.triton.call import INTERPRETED, Call, Prepared
 from ioattn.backends.triton.config import Gpu
-from ioattn.backends.triton.kernels.decode import (
-    append_kernel,
-    combine_kernel,
-    decode_and_combine_kernel,
-    decode_kernel,
-)
+from ioattn.backends.triton.kernels.decode import append_kernel, combine_kernel, decode_kernel
 from ioattn.backends.triton.kernels.few_rows import few_rows_kernel
 from ioattn.backends.triton.launch import (
     constant_box,
@@ -154,25 +149,6 @@ def prepare_pieces(
     rows = problem.batch * problem.heads * problem.len_q
     numbers = numbers._replace(tiles=encoded(column_tiles))
     return main, Launch(combine_kernel, rows * column_tiles, (numbers, form), COMBINE, early)
-
-
-def prepare_fused(
-    problem: Problem, tensors: CacheTensors, gpu: Gpu | None, tiles: CacheTiles, number: int
-) -> tuple[Prepared, int]:
-    """One kernel for both steps, and how many tiles of rows it counts the pieces of."""
-    early = gpu is not None and gpu.capability >= (9, 0)
-    row_tiles = splits.count(problem.group * problem.len_q, tiles.q_tile)
-    rows = min(tiles.q_tile, 1 << (problem.group * problem.len_q - 1).bit_length())
-    at_once = max(1, min(32, FUSED_NUMBERS * tiles.num_warps * 32 // (rows * padded(problem.dim_v))))
-    form = _form(problem, tensors, tiles, True, early)._replace(COMBINED=constant_box(Box(rows, 0, at_once, False)))
-    numbers = _numbers(problem, tensors, number, row_tiles)
-    places = problem.batch * problem.kv_heads * row_tiles
-    constant = (numbers, form, formula_of(problem).step)
-    return Launch(decode_and_combine_kernel, places * number, constant, tiles, early), places
-
-
-FUSED_NUMBERS = 128
-"""Partial results that a thread holds at once where the last piece combines."""
 
 
 def prepare_append(problem: Problem, tensors: CacheTensors, k_new: Tensor, v_new: Tensor) -> Prepared:

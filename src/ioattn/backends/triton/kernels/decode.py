@@ -294,63 +294,6 @@ def combine_kernel(partial, softmaxes, out, lse, sinks, numbers, form: tl.conste
 
 
 @triton.jit
-def decode_and_combine_kernel(
-    inputs, partial, softmaxes, out, lse, ended, numbers, form: tl.constexpr, step: tl.constexpr
-):
-    """What `decode_kernel` and `combine_kernel` do: the last piece of a tile of rows to end combines all of them.
-
-    `ended` counts the pieces of each tile of rows that have ended, and is left at zero.
-    """
-    numbers = decoded(numbers)
-    piece = piece_of(inputs, numbers, form)
-    attend_to_piece(piece, inputs, partial, softmaxes, numbers, form, step)
-    program = tl.program_id(0)
-    place = program // (numbers.tiles * numbers.pieces) * numbers.tiles + program % numbers.tiles
-    tl.debug_barrier()  # Every thread has written its results.
-    if tl.atomic_add(ended + place, 1, sem="acq_rel", scope="gpu") == numbers.pieces - 1:
-        tl.store(ended + place, 0)
-        combine_rows(piece, inputs, partial, softmaxes, out, lse, numbers, form)
-
-
-@device
-def combine_rows(piece, inputs, partial, softmaxes, out, lse, numbers, form: tl.constexpr):
-    """As `combine_kernel`, for the rows of a tile."""
-    row = piece.first_row + tl.arange(0, form.COMBINED.ROWS)
-    token = (row // form.GROUP).to(tl.int64)
-    head = piece.kv_head * form.GROUP + row % form.GROUP
-    exists = token < numbers.len_q
-    first_place = ((piece.batch * numbers.kv_heads * form.GROUP + head) * numbers.len_q + token) * numbers.pieces
-    row_max = tl.full((form.COMBINED.ROWS,), -INF, tl.float32)
-    if inputs.sinks is not None:
-        row_max = tl.load(inputs.sinks + head, mask=exists, other=-INF).to(tl.float32)
-    row_sum = (row_max != -INF).to(tl.float32)
-    column = tl.arange(0, form.V.WIDTH)
-    acc = tl.zeros((form.COMBINED.ROWS, form.V.WIDTH), tl.float32)
-    kept = exists[:, None] & (column < form.V.COLUMNS)[None, :]
-    for first in range(0, numbers.pieces, form.COMBINED.WIDTH):
-        number = first + tl.arange(0, form.COMBINED.WIDTH)
-        place = number[:, None] + first_place[None, :]
-        there = (number < numbers.pieces)[:, None] & exists[None, :]
-        # Past the first cache, which holds what a processor has read, and not what others have written.
-        maxima = tl.load(softmaxes + 2 * place, mask=there, other=-INF, cache_modifier=".cg")
-        sums = tl.load(softmaxes + 2 * place + 1, mask=there, other=0.0, cache_modifier=".cg")
-        pointers = partial + place[:, :, None] * form.V.COLUMNS + column[None, None, :]
-        outs = tl.load(pointers, mask=there[:, :, None] & kept[None, :, :], other=0.0, cache_modifier=".cg")
-        new_max = tl.maximum(row_max, tl.max(maxima, 0))
-        shift = or_zero(new_max)
-        weights = sums * tl.exp2((maxima - shift[None, :]) * LOG2E)
-        rescale = tl.exp2((row_max - shift) * LOG2E)
-        row_sum = rescale * row_sum + tl.sum(weights, 0)
-        weighed = tl.where(weights[:, :, None] == 0, 0.0, weights[:, :, None] * outs)
-        acc = rescale[:, None] * acc + tl.sum(weighed, 0)
-        row_max = new_max
-    acc = acc / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
-    pointers = row_at(out, piece.batch, head, token)[:, None] + column[None, :] * out.column
-    tl.store(pointers, acc.to(pointers.dtype.element_ty), mask=kept)
-    tl.store(row_at(lse, piece.batch, head, token), row_max + tl.log(row_sum), mask=exists)
-
-
-@triton.jit
 def append_kernel(inputs, k_new, v_new, numbers, form: tl.constexpr):
     """Write one new row of one head to its place in the cache; a place that does not exist is not written."""
     numbers = decoded(numbers)
