@@ -3,9 +3,11 @@
     python benchmarks/decode.py [--only B16] [--tiles] [--csv decode.csv] [--milliseconds 120]
 
 Each time is that of a call inside of a CUDA graph which holds calls over several caches, together larger than the L2
-cache, so that none is found there; `+host` is the time of calls from Python. Before it is timed, a result is compared
-with float64. `--tiles` also times other tiles and numbers of pieces than the heuristic's. `--compile I/N` only compiles
-a share of the kernels into Triton's cache, so that several processes can do it side by side.
+cache, so that none is found there. Replays are queued behind a pause of the device, and only the device's time between
+events counts: none waits for the host to start its graph. `+host` is the time of calls from Python on an idle device,
+with all that the host does. Before it is timed, a result is compared with float64. `--tiles` also times other tiles and
+numbers of pieces than the heuristic's. `--compile I/N` only compiles a share of the kernels into Triton's cache, so
+that several processes can do it side by side.
 """
 
 from __future__ import annotations
@@ -36,6 +38,12 @@ from ioattn.caches import CacheTensors, DecodeOptions
 
 ROTATION_BYTES = 256 * 2**20
 """The caches that take turns: more than four times the L2 cache of an H200."""
+
+QUEUED = 5
+"""Replays behind one pause."""
+
+PAUSE_CYCLES = 1_000_000
+"""Of the device's clock, 0.5 ms at 2 GHz: in that time the host queues them."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -271,11 +279,11 @@ def in_graph(work: Workload, call: Call, milliseconds: float) -> tuple[float, fl
     with torch.cuda.graph(graph):
         for tensors in work.each:
             call(tensors)
-    return _time(graph.replay, len(work.each), milliseconds)
+    return _time(graph.replay, len(work.each), milliseconds, QUEUED)
 
 
 def from_python(work: Workload, call: Call, milliseconds: float) -> tuple[float, float]:
-    """The same for calls that Python makes one after the other."""
+    """The same for calls that Python makes one after the other, on a device that waits for them."""
 
     def calls() -> None:
         for tensors in work.each:
@@ -284,18 +292,22 @@ def from_python(work: Workload, call: Call, milliseconds: float) -> tuple[float,
     return _time(calls, len(work.each), milliseconds)
 
 
-def _time(run: Callable[[], None], calls: int, milliseconds: float) -> tuple[float, float]:
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(100)]
+def _time(run: Callable[[], None], calls: int, milliseconds: float, queued: int = 1) -> tuple[float, float]:
+    """The device's time of runs, so many of them queued behind a pause; a run alone starts on an idle device."""
     for _ in range(2):
         run()
+    torch.cuda.synchronize()
     samples: list[float] = []
-    while len(samples) < 5 or (sum(samples) < milliseconds and len(samples) < len(events)):
-        start, end = events[len(samples)]
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        samples.append(start.elapsed_time(end))
+    while len(samples) < 5 or (sum(samples) < milliseconds and len(samples) < 100):
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(queued)]
+        if queued > 1:
+            torch.cuda._sleep(PAUSE_CYCLES)
+        for start, end in events:
+            start.record()
+            run()
+            end.record()
+        events[-1][1].synchronize()
+        samples += [start.elapsed_time(end) for start, end in events]
     low, middle, high = statistics.quantiles(samples, n=4)
     return middle * 1e3 / calls, (high - low) / middle
 
@@ -308,7 +320,7 @@ def copy_rate(milliseconds: float) -> float:
     def copy() -> None:
         target.copy_(source)
 
-    return 2 * 2**30 / _time(copy, 1, milliseconds)[0] / 1e6
+    return 2 * 2**30 / _time(copy, 1, milliseconds, QUEUED)[0] / 1e6
 
 
 @lru_cache
