@@ -292,7 +292,7 @@ def test_equal_shapes_are_cut_into_equal_pieces() -> None:
     ("batch", "keys", "page", "cut"),
     [
         (1, 131072, None, (64, 4, 4, 16)),
-        (1, 8192, None, (64, 4, 3, 32)),
+        (1, 8192, None, (64, 4, 4, 16)),
         (1, 1024, None, (64, 4, 3, 16)),
         (16, 8192, None, (128, 8, 3, 1)),
         (16, 8192, 64, (128, 8, 3, 1)),

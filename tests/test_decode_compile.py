@@ -122,6 +122,7 @@ def test_tiles_of_several_tokens_fit(n_q: int, tmp_path: Path) -> None:
             # Q passes through registers; keys do not, not even at the edges of what a token sees.
             assert sum("LDG.E.128" in i for _, i in machine.code) <= 2, kernel.name
             assert barriers_of_steps(machine) == [6]
+            assert machine.stack == 0
         if n_q == 16:
             [loop] = machine.loops("HGMMA")
             assert sum("WARPGROUP.DEPBAR" in i for i in loop) <= 2
@@ -130,7 +131,7 @@ def test_tiles_of_several_tokens_fit(n_q: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "keys", "page"), [(16, 8192, 16), (64, 4096, 16), (64, 4096, None), (1, 131072, None)]
+    ("batch", "keys", "page"), [(16, 8192, 16), (64, 4096, 16), (64, 4096, None), (1, 131072, None), (1, 8192, None)]
 )
 def test_tiles_of_one_token_fit(batch: int, keys: int, page: int | None, tmp_path: Path) -> None:
     """Pages shorter than a tile at one and more heads per processor, and few heads: four stages. Many heads: turned."""
@@ -139,9 +140,12 @@ def test_tiles_of_one_token_fit(batch: int, keys: int, page: int | None, tmp_pat
     table = None if page is None else empty(batch, keys // page, dtype=torch.int32)
     q = empty(batch, 32, 1, 128, dtype=torch.bfloat16)
     tensors = CacheTensors(q, cache, cache, empty(batch, dtype=torch.int32), table)
-    tiles = splits.choose(caches.describe(tensors, DecodeOptions(hi=0)), gpu(90))
+    problem = caches.describe(tensors, DecodeOptions(hi=0))
+    tiles = splits.choose(problem, gpu(90))
     assert (tiles.num_stages == 4) != tiles.turned == (batch == 64 and page is None)
-    for kernel in kernels(90, tensors, DecodeOptions(hi=0)):
+    number = splits.pieces(problem, tiles, gpu(90))
+    assert number == (16 if batch == 1 else 1)
+    for kernel in kernels(90, tensors, DecodeOptions(hi=0, splits=number)):
         compiled = compile_for(90, kernel)
         assert compiled.metadata.shared <= kernel.shared_bound <= GPUS[90], kernel.name
         machine = machine_of(compiled, tmp_path)
@@ -150,7 +154,7 @@ def test_tiles_of_one_token_fit(batch: int, keys: int, page: int | None, tmp_pat
         assert unwritten_reads(dump(tmp_path / "kernel.cubin", "--dump-sass").splitlines()) == []
         if (kernel.name, page) == ("decode", None):
             # Warps exchange maxima and weights, and no sums.
-            assert all(count <= 6 for count in barriers_of_steps(machine))
+            assert barriers_of_steps(machine) == [6]
 
 
 @pytest.mark.parametrize("sm", GPUS)

@@ -45,9 +45,11 @@ COMBINE_PIECES = (8, 32)
 """The tile of partial results that a program holds: at most 4 KiB, 32 registers of each thread of a warp. At B1 N8192
 in 16 pieces both kernels took 12.9 us on an H200, and 13.7 with 64 columns on 4 warps."""
 
+MAX_EXACT_KEYS = 32
+"""Keys of a tile whose values are looked at for NaN and inf that only some rows see: more of them fill registers."""
+
 MAX_EXACT_KEYS_OF_MANY_ROWS = 16
-"""Instead of a tile's `edge`: with 64 rows on 4 warps 32 keys fill the registers, too, and the assembler then waits for
-each product of the whole kernel."""
+"""With 64 rows on 4 warps 32 keys fill them, too, and the assembler then waits for each product of the whole kernel."""
 
 
 class Launch(Prepared):
@@ -199,7 +201,7 @@ def _form(problem: Problem, tensors: CacheTensors, tiles: CacheTiles, split: boo
     wide = is_wide(Matrix.of(tensors.k_cache), Matrix.of(tensors.v_cache))
     several = problem.len_q > 1
     many = tiles.q_tile >= splits.MAX_ROWS and not tiles.turned
-    edge = min(tiles.k_tile, MAX_EXACT_KEYS_OF_MANY_ROWS if many else tiles.edge) if several else tiles.k_tile
+    edge = min(tiles.k_tile, MAX_EXACT_KEYS_OF_MANY_ROWS if many else MAX_EXACT_KEYS) if several else tiles.k_tile
     side = 32 * tiles.num_warps // tiles.lanes if tiles.lanes else 0
     edge = max(edge, side)
     d, dv = (problem.dim, padded(problem.dim), wide), (problem.dim_v, padded(problem.dim_v), wide)

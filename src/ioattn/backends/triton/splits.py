@@ -32,12 +32,13 @@ class CacheTiles(NamedTuple):
     """How many programs should share a processor."""
     lanes: int = 0
     """How many threads share a key and multiply it without tensor cores; 0: tensor cores."""
-    edge: int = 32
-    """The most keys of a tile whose values are searched for hidden NaN and inf: they fill registers."""
     edge_stages: int = 1
-    """Of the loop over these tiles."""
+    """Of the loop over the tiles at the edges of what rows see."""
     apart: bool = True
-    """Weights are summed for each place of a tile of keys, not over its keys: no step waits for other warps' sums."""
+    """Weights are summed for each place of a tile of keys, not over its keys: no step waits for other warps' sums.
+
+    On an H200 8 tokens at B16 N8192 then took 132.5 us, not 134.0, one token 124.3, not 124.6.
+    """
 
     @property
     def launch(self) -> Tiles:
@@ -64,23 +65,25 @@ LARGE = CacheTiles(16, 128, 8, 3, beside=1)
 """Where there is a head for every processor. On an H200, D 128, GQA 32/8: 4.32 TB/s of K and V at B16 N8192, with a
 stage more 4.27, with 64 keys and 6 stages 4.21."""
 
-SEVERAL = LARGE._replace(turned=True, edge_stages=2)
-"""8 tokens at B16 N8192: 3.97 TB/s, not turned 0.98 of that, with 64 keys 0.92."""
+SEVERAL = LARGE._replace(turned=True, edge_stages=3)
+"""8 tokens at B16 N8192: 4.10 TB/s, 1.05 of one token's time; of the tiles at edges one stage less 4.05. In a run with
+one stage of them 3.97, not turned 0.98 of that, with 64 keys 0.92."""
 
 MANY_HEADS = CacheTiles(16, 64, 4, 3, turned=True)
 """Two heads and more for each processor, one token: B64 N4096 at 4.37 TB/s, 4.34 with 128 keys on 8 warps."""
 
-MANY_ROWS = CacheTiles(64, 64, 4, 3, apart=False)
+MANY_ROWS = CacheTiles(64, 64, 4, 3, apart=False, edge_stages=2)
 """64 rows: weights go from one product to the next in registers. Turned around they pass through shared memory, and
 maxima from warp to warp: 2.27 TB/s for 16 tokens at B16 N8192. In one piece for each processor 3.91, in two 3.28; B1
-N131072 in 32 pieces 3.91."""
+N131072 in 32 pieces 3.91. In another run 4.03, with one stage at edges 3.98. A sum for each place would spill more."""
 
 FEW_HEADS = CacheTiles(16, 64, 4, 4, beside=1)
-"""Fewer heads than processors, one token and many keys, one piece for each processor: B1 N131072 4.23 TB/s, in 32
-pieces, of which two share a processor, 4.17; 8 tokens 3.46, in 32 3.89. At B1 N8192 one run is for it, two are not."""
+"""Fewer heads than processors, one token and many keys, one piece for each processor: B1 N131072 4.28 TB/s, in 32
+pieces, of which two share a processor, 4.25. 8 tokens in another run 3.46, in 32 3.89. B1 N8192 12.75 us in graphs of
+8 calls, 12.38 of 32; in 32 pieces 13.01 and 12.79, with a stage more 13.23 and 12.79."""
 
-MANY_TILES = 8
-"""So many tiles of 64 keys for each processor are many."""
+MANY_TILES = 7
+"""More tiles of 64 keys for each processor are many: 8 at B1 N8192, and alike at B2 N4096 to B8 N1024, not timed."""
 
 SHORT_PAGES = CacheTiles(16, 128, 8, 4, beside=1)
 """One head for each processor, in pages shorter than a tile: B16 N8192 in pages of 16 at 4.07 TB/s, 3.80 with 64 keys
