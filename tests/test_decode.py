@@ -237,6 +237,17 @@ def test_long_cache_with_short_sequences(backend: Target, natural_tiles: None) -
     check(backend, build(backend, sizes))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", [None, 16], ids=["contiguous", "paged"])
+@pytest.mark.parametrize("n_q", [1, 8, 16])
+@pytest.mark.parametrize("features", [FEATURES["plain"], FEATURES["everything on trees"]], ids=["plain", "everything"])
+def test_a_head_for_every_processor(features: dict[str, Any], n_q: int, page: int | None) -> None:
+    """Where heads fill an H200 tiles are turned or have 64 rows, and those at edges are copied ahead."""
+    sizes = Sizes((700, 0, 7, 257), n_q, 128, 32, 128, capacity=768, page=page, dtype=torch.bfloat16)
+    target = Target("triton", "cuda")
+    check(target, build(target, sizes, **features))
+
+
 def test_random_input_of_the_oracle_differs(backend: Target) -> None:
     """The comparison can fail: a result for other keys is not taken."""
     case = build(backend, Sizes())

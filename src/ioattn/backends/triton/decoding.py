@@ -51,6 +51,9 @@ MAX_EXACT_KEYS = 32
 MAX_EXACT_KEYS_OF_MANY_ROWS = 16
 """With 64 rows on 4 warps 32 keys fill them, too, and the assembler then waits for each product of the whole kernel."""
 
+MAX_ROWS_APART = 16
+"""Of tiles that are not turned and have a sum for each place: with 32 rows at D 256 their loop would spill 31 times."""
+
 
 class Launch(Prepared):
     """A kernel that may be set up while the one before it still runs, and that may have a limit on its registers."""
@@ -223,6 +226,6 @@ def _form(problem: Problem, tensors: CacheTensors, tiles: CacheTiles, split: boo
         SIDE=side,
         SPAN=4 * tiles.lanes,
         STAGES=tiles.num_stages,
-        APART=tiles.apart,
+        APART=tiles.apart and (tiles.turned or tiles.q_tile <= MAX_ROWS_APART),
         EDGE_STAGES=tiles.edge_stages,
     )

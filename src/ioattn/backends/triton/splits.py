@@ -37,7 +37,8 @@ class CacheTiles(NamedTuple):
     apart: bool = True
     """Weights are summed for each place of a tile of keys, not over its keys: no step waits for other warps' sums.
 
-    On an H200 8 tokens at B16 N8192 then took 132.5 us, not 134.0, one token 124.3, not 124.6.
+    In turned tiles and of up to 16 rows. On an H200 8 tokens at B16 N8192 took 132.5 us then, not 134.0, one 124.3, not
+    124.6.
     """
 
     @property
@@ -72,10 +73,10 @@ one stage of them 3.97, not turned 0.98 of that, with 64 keys 0.92."""
 MANY_HEADS = CacheTiles(16, 64, 4, 3, turned=True)
 """Two heads and more for each processor, one token: B64 N4096 at 4.37 TB/s, 4.34 with 128 keys on 8 warps."""
 
-MANY_ROWS = CacheTiles(64, 64, 4, 3, apart=False, edge_stages=2)
+MANY_ROWS = CacheTiles(64, 64, 4, 3, edge_stages=2)
 """64 rows: weights go from one product to the next in registers. Turned around they pass through shared memory, and
 maxima from warp to warp: 2.27 TB/s for 16 tokens at B16 N8192. In one piece for each processor 3.91, in two 3.28; B1
-N131072 in 32 pieces 3.91. In another run 4.03, with one stage at edges 3.98. A sum for each place would spill more."""
+N131072 in 32 pieces 3.91. In another run 4.03, with one stage at edges 3.98."""
 
 FEW_HEADS = CacheTiles(16, 64, 4, 4, beside=1)
 """Fewer heads than processors, one token and many keys, one piece for each processor: B1 N131072 4.28 TB/s, in 32
