@@ -238,7 +238,7 @@ def test_long_cache_with_short_sequences(backend: Target, natural_tiles: None) -
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("page", [None, 16], ids=["contiguous", "paged"])
+@pytest.mark.parametrize("page", [None, 64], ids=["contiguous", "paged"])
 @pytest.mark.parametrize("n_q", [1, 8, 16])
 @pytest.mark.parametrize("features", [FEATURES["plain"], FEATURES["everything on trees"]], ids=["plain", "everything"])
 def test_a_head_for_every_processor(features: dict[str, Any], n_q: int, page: int | None) -> None:
