@@ -71,13 +71,13 @@ def forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.const
     ranges = key_ranges(q_start, task, form)
     row_max, row_sum = sink_or_nothing(task, form)
     acc = zeros_for(form.OUT)
-    # A tile ahead: the assembler would put these loads where their results are needed, one after the other.
-    ahead = words_at(q_start, ranges.full_start, task, form, EDGE)
+    # A tile ahead, or the assembler would put these loads where their results are needed, one after the other. At the
+    # end of a step: read before the words of this one are used, they would be moved to where those are, at once.
+    words = words_at(q_start, ranges.full_start, task, form, EDGE)
     for k_start in range(ranges.full_start, ranges.full_end, form.K.ROWS):
-        words = ahead
-        ahead = words_at(q_start, tl.minimum(k_start + form.K.ROWS, ranges.full_end - form.K.ROWS), task, form, FULL)
         pairs = pairs_at(q_start, k_start, form)
         row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, words, pairs, task, form, step, FULL)
+        words = words_at(q_start, tl.minimum(k_start + form.K.ROWS, ranges.full_end - form.K.ROWS), task, form, FULL)
     # Without this test the assembler does not see that the products of a loop that runs not at all are none, and has
     # the tensor cores wait after each instruction.
     if ranges.edges > 0:
@@ -124,7 +124,7 @@ def attend(
         factor = task.inputs.softcap * (2.0 * LOG2E)
     else:
         scores = step(scores * score_scale(task), distance_at(pairs, task), operands)
-    scores = keep(margin_at(pairs, mask, task, KIND), scores, -INF)
+    scores = keep(margin_at(pairs, task, KIND), mask, scores, -INF)
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     shift = or_zero(new_max)
     if form.FUSED:

@@ -86,7 +86,11 @@ def repair_forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: t
 def is_visible(pairs, task, form: tl.constexpr):
     """Which scores of a tile count."""
     words = words_at(pairs.q_start, pairs.k_start, task, form, EDGE)
-    return margin_at(pairs, mask_at(pairs, words, task, form), task, EXACT) >= 0
+    visible = margin_at(pairs, task, EXACT) >= 0
+    mask = mask_at(pairs, words, task, form)
+    if mask is not None:
+        visible = visible & (mask != 0)
+    return visible
 
 
 @device
