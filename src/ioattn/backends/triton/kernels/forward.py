@@ -19,9 +19,10 @@ from ioattn.backends.triton.kernels.products import (
     scales_of,
 )
 from ioattn.backends.triton.kernels.scores import distance_at, mask_at, operands_at, pairs_at, words_at
-from ioattn.backends.triton.kernels.tanh import squashed
+from ioattn.backends.triton.kernels.tanh import SQUASHED_ONE, squashed
 from ioattn.backends.triton.kernels.tiles import (
     EDGE,
+    EXACT,
     FULL,
     INF,
     LOG2E,
@@ -101,7 +102,7 @@ def store_results(row_max, row_sum, acc, out, lse, q_start, task, form: tl.const
     if form.LATE:
         row_max *= score_scale(task)
     if form.SQUASHED:
-        row_max = task.inputs.softcap * (2.0 * row_max + 1.0)
+        row_max = task.inputs.softcap * (2.0 / SQUASHED_ONE * row_max + 1.0)
     row = q_start + tl.arange(0, form.Q.ROWS)
     pointers = row_at(lse, seq.batch, task.head, seq.start_q) + row.to(tl.int64) * lse.row
     tl.store(pointers, row_max + tl.log(row_sum), mask=row < seq.len_q)
@@ -120,8 +121,8 @@ def attend(
     if form.LATE:
         factor = score_scale(task) * LOG2E
     elif form.SQUASHED:
-        scores = squashed(scores * (score_scale(task) * (2.0 * LOG2E) / task.inputs.softcap))
-        factor = task.inputs.softcap * (2.0 * LOG2E)
+        scores = squashed(scores * (score_scale(task) * (2.0 * LOG2E) / task.inputs.softcap), KIND == EXACT)
+        factor = task.inputs.softcap * (2.0 * LOG2E / SQUASHED_ONE)
     else:
         scores = step(scores * score_scale(task), distance_at(pairs, task), operands)
     scores = keep(margin_at(pairs, task, KIND), mask, scores, -INF)
