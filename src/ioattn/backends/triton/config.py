@@ -163,17 +163,23 @@ causal problems (`tests/test_triton_compile.py`)."""
 
 
 WITH: dict[tuple[Direction, int, str], Tiles] = {
-    ("forward", 128, "bias"): Tiles(64, 64, 4, 2),  # 338; 128 by 128 303
-    ("forward", 128, "mask"): Tiles(64, 64, 4, 2),  # 356; 128 by 128 321
+    ("forward", 128, "bias"): Tiles(128, 128, 8, 3),
+    ("forward", 128, "mask"): Tiles(128, 128, 8, 3),
+    ("forward", 128, "window"): Tiles(64, 64, 4, 2),
     ("query", 128, "bias"): Tiles(64, 64, 4, 2),  # of a whole backward 248; 128 by 128 203
     ("query", 128, "mask"): Tiles(64, 64, 4, 2),  # 236; 128 by 128 222
     ("query", 128, "softcap"): Tiles(64, 64, 4, 2),  # 305; 128 by 128 268
+    ("query", 128, "window"): Tiles(64, 64, 4, 2),
     ("key_value", 128, "bias"): Tiles(32, 64, 4, 2),  # 282; three stages 248
     ("key_value", 128, "mask"): Tiles(32, 128, 8, 2),  # 246; 64 keys on 4 warps 229
+    ("key_value", 128, "window"): Tiles(32, 64, 4, 2),
 }
 """What is preferred with a feature, in 16 bits on Hopper, up to a width: where the plain tiles spill, or wait.
 
 Numbers as in TABLE, of B4 N4096 D128; of a backward each with the other kernels' tiles as they were."""
+
+WINDOW = 2048
+"""Up to so many keys per query the tiles at the edges of a window, and the start and end of a program, weigh most."""
 
 
 def choose(problem: Problem, direction: Direction, gpu: Gpu | None, in_registers: bool = False) -> Tiles:
@@ -225,7 +231,9 @@ def _choices(problem: Problem, direction: Direction, gpu: Gpu) -> tuple[Tiles, .
 
 def _features(problem: Problem) -> tuple[str, ...]:
     """Those that make a kernel's scores expensive, the most expensive first."""
-    present = {"bias": problem.bias, "mask": problem.mask, "softcap": problem.softcap}
+    band = problem.band
+    window = None if band.lo is None or band.hi is None or band.hi - band.lo > WINDOW else band
+    present = {"bias": problem.bias, "mask": problem.mask, "softcap": problem.softcap, "window": window}
     return tuple(name for name, value in present.items() if value is not None)
 
 

@@ -102,7 +102,7 @@ def store_results(row_max, row_sum, acc, out, lse, q_start, task, form: tl.const
     if form.LATE:
         row_max *= score_scale(task)
     if form.SQUASHED:
-        row_max = task.inputs.softcap * (2.0 / SQUASHED_ONE * row_max + 1.0)
+        row_max = task.inputs.softcap * (row_max * (2.0 / SQUASHED_ONE) + 1.0)
     row = q_start + tl.arange(0, form.Q.ROWS)
     pointers = row_at(lse, seq.batch, task.head, seq.start_q) + row.to(tl.int64) * lse.row
     tl.store(pointers, row_max + tl.log(row_sum), mask=row < seq.len_q)

@@ -35,7 +35,7 @@ SQUASHED_ONE = tl.constexpr(2.0**15)
 
 
 def _eight_reciprocals(columns: tuple[int, ...]) -> str:
-    """Assembly that makes -1 / (2^-15 + 2^x) of eight x, those in `columns` of an operand of 16, with one reciprocal."""
+    """Assembly that makes -1 / (2^-15 + 2^x) of eight x of 16, those in `columns`, with one reciprocal."""
     lines = ["neg.f32 r, r;", "mul.f32 t03, r, t47;", "mul.f32 t47, r, p03;"]
     for i, column in enumerate(columns):
         loaded = f"min.NaN.f32 a{i}, ${16 + column}, 0f41700000; ex2.approx.ftz.f32 a{i}, a{i};"
@@ -68,5 +68,5 @@ def squashed(x, ALONE: tl.constexpr):
     if PTX and not ALONE:
         x = tl.inline_asm_elementwise(SIXTEEN, OPERANDS, [x - 15.0], tl.float32, True, 16)
     else:
-        x = -SQUASHED_ONE * reciprocal(1.0 + tl.exp2(x))
+        x = reciprocal(1.0 + tl.exp2(x)) * -SQUASHED_ONE
     return x
