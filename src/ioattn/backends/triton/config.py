@@ -65,6 +65,9 @@ INTERPRETER = Tiles(64, 64, 4, 1)
 DELTA = Tiles(64, 64, 4, 1)
 """Any: the kernel reads two tensors once."""
 
+TILES_AT_ONCE = 16
+"""So many tiles of results a program looks at, at most, for NaN that nobody should see."""
+
 X6 = "bf16x6"
 
 FP16X3 = "fp16x3"
@@ -236,6 +239,17 @@ def _features(problem: Problem) -> tuple[str, ...]:
     window = None if band.lo is None or band.hi is None or band.hi - band.lo > WINDOW else band
     present = {"bias": problem.bias, "mask": problem.mask, "softcap": problem.softcap, "window": window}
     return tuple(name for name, value in present.items() if value is not None)
+
+
+def programs_to_repair(tiles: int, heads: int, gpu: Gpu | None) -> int:
+    """How many programs share the tiles of a head in a kernel that repairs: as few as one multiprocessor each allows.
+
+    Most only look, and what they cost is their start; but where there is something to repair, no multiprocessor idles.
+    In the interpreter 4 of them let small cases have programs with several tiles.
+    """
+    per_head = tiles // max(1, heads)
+    processors = 4 if gpu is None else gpu.processors
+    return max(-(-per_head // TILES_AT_ONCE), min(per_head, processors // max(1, heads)))
 
 
 def fits(problem: Problem, direction: Direction, tiles: Tiles, gpu: Gpu, in_registers: bool = False) -> bool:
