@@ -54,12 +54,12 @@ def is_sound(matrix, first, start, step, n, box: tl.constexpr, COUNT: tl.constex
     """
     if matrix.ptr.dtype.element_ty == tl.float32:
         sound = start >= 0
-        for at in range(start, tl.minimum(start + COUNT * step, n), step):
+        for at in range(start, tl.minimum(start + tl.cast(step, tl.int64) * COUNT, n), step):
             sound = sound & is_finite(load_tile(matrix, first, at, n, box, EDGE))
     else:
-        row = (start + tl.arange(0, COUNT) * step)[:, None]
-        column = tl.arange(0, box.WIDTH)[None, :]
-        pointers = first + (row.to(tl.int64) * matrix.row + column.to(tl.int64) * matrix.column)
+        row = (start + tl.arange(0, COUNT).to(tl.int64) * step)[:, None]
+        column = tl.arange(0, box.WIDTH).to(tl.int64)[None, :]
+        pointers = first + (row * matrix.row + column * matrix.column)
         sound = is_finite(tl.load(pointers, mask=(row < n) & (column < box.COLUMNS), other=0.0))
     return sound
 
