@@ -141,6 +141,16 @@ def test_c21_nan_queries_give_nan(backend: Target, dtype: torch.dtype) -> None:
     assert lse.isnan().all()
 
 
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_a_nan_query_gives_nan_to_no_other(backend: Target, softcap: float | None) -> None:
+    """Neighbouring scores may be computed together."""
+    q, k = (normal(1, 2, 40, 16, like=backend, dtype=torch.bfloat16) for _ in range(2))
+    q[0, 1, 5, 3] = torch.nan
+    out = run(backend, Case({"q": q, "k": k, "v": k}, q, options={"softcap": softcap}), gradients=False)["out"]
+    assert out[0, 1, 5].isnan().all()
+    assert out.isnan().any(-1).sum() == 1
+
+
 @pytest.mark.parametrize("parts", [2, 8, 32])
 def test_c23_error_does_not_grow_with_the_number_of_parts(backend: Target, parts: int) -> None:
     case = dense(backend, Shape(n_q=9, n_k=256))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from attend import DTYPES, Shape, Target, check, dense, normal, run
+from attend import DTYPES, Shape, Target, check, dense, normal, packed, run
 from oracle import Case, exact, visible
 from tolerance import assert_close
 
@@ -124,6 +124,22 @@ def test_nan_reaches_what_sees_it_and_nothing_else(
     case = dense(backend, SHAPE, dtype, bias=(2, 4, 33, 70), **features)
     inputs = {**case.tensors, "dout": case.dout, "dlse": case.dlse}
     inputs[name][1, 1, 17] = torch.nan
+    check(backend, case)
+
+
+@pytest.mark.parametrize("lengths", [[], [275, 5, 70]], ids=["dense", "packed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_nan_here_and_there_reaches_only_its_window(backend: Target, dtype: torch.dtype, lengths: list[int]) -> None:
+    """So many rows and heads that one program looks after several tiles, of which some are to be repaired."""
+    heads = 2 if backend.device == "cpu" else 40
+    if lengths:
+        case = packed(backend, lengths, lengths, dtype, heads=heads, window=(30, 20))
+    else:
+        case = dense(backend, Shape(1, heads, 275, 275, 16), dtype, window=(30, 20))
+    for row, names in ((5, "qkv"), (150, "v"), (270, "qk")):
+        for name in names:
+            x = case.tensors[name].select(0 if lengths else 2, row)
+            x[..., 3] = torch.nan
     check(backend, case)
 
 

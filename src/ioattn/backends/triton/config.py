@@ -65,6 +65,9 @@ INTERPRETER = Tiles(64, 64, 4, 1)
 DELTA = Tiles(64, 64, 4, 1)
 """Any: the kernel reads two tensors once."""
 
+TILES_AT_ONCE = 16
+"""So many tiles of results a program looks at, at most, for NaN that nobody should see."""
+
 X6 = "bf16x6"
 
 FP16X3 = "fp16x3"
@@ -163,17 +166,24 @@ causal problems (`tests/test_triton_compile.py`)."""
 
 
 WITH: dict[tuple[Direction, int, str], Tiles] = {
-    ("forward", 128, "bias"): Tiles(64, 64, 4, 2),  # 338; 128 by 128 303
-    ("forward", 128, "mask"): Tiles(64, 64, 4, 2),  # 356; 128 by 128 321
-    ("query", 128, "bias"): Tiles(64, 64, 4, 2),  # of a whole backward 248; 128 by 128 203
-    ("query", 128, "mask"): Tiles(64, 64, 4, 2),  # 236; 128 by 128 222
+    ("forward", 128, "bias"): Tiles(128, 128, 8, 3),  # 378, plain; here so that no row below is taken: 300 or 312
+    ("forward", 128, "mask"): Tiles(128, 64, 8, 3),  # 378; 128 by 128 360
+    ("forward", 128, "softcap"): Tiles(128, 64, 8, 3),  # 381; 128 by 128 372
+    ("forward", 128, "window"): Tiles(64, 64, 4, 3),  # 366; two stages 345, 128 by 128 334
+    ("query", 128, "bias"): Tiles(64, 64, 4, 2),  # of a whole backward 289; 128 queries 277
+    ("query", 128, "mask"): Tiles(64, 64, 4, 2),  # 265; 128 queries 249
     ("query", 128, "softcap"): Tiles(64, 64, 4, 2),  # 305; 128 by 128 268
-    ("key_value", 128, "bias"): Tiles(32, 64, 4, 2),  # 282; three stages 248
-    ("key_value", 128, "mask"): Tiles(32, 128, 8, 2),  # 246; 64 keys on 4 warps 229
+    ("query", 128, "window"): Tiles(64, 64, 4, 2),  # 282; 128 queries 263, three stages 256
+    ("key_value", 128, "bias"): Tiles(32, 64, 4, 2),  # 289; three stages 270
+    ("key_value", 128, "mask"): Tiles(32, 128, 8, 3),  # 283; 64 keys on 4 warps 273, two stages 265
+    ("key_value", 128, "window"): Tiles(32, 64, 4, 2),  # 282; 64 by 64 244
 }
 """What is preferred with a feature, in 16 bits on Hopper, up to a width: where the plain tiles spill, or wait.
 
 Numbers as in TABLE, of B4 N4096 D128; of a backward each with the other kernels' tiles as they were."""
+
+WINDOW = 2048
+"""Up to so many keys per query the tiles at the edges of a window, and the start and end of a program, weigh most."""
 
 
 def choose(problem: Problem, direction: Direction, gpu: Gpu | None, in_registers: bool = False) -> Tiles:
@@ -225,8 +235,21 @@ def _choices(problem: Problem, direction: Direction, gpu: Gpu) -> tuple[Tiles, .
 
 def _features(problem: Problem) -> tuple[str, ...]:
     """Those that make a kernel's scores expensive, the most expensive first."""
-    present = {"bias": problem.bias, "mask": problem.mask, "softcap": problem.softcap}
+    band = problem.band
+    window = None if band.lo is None or band.hi is None or band.hi - band.lo > WINDOW else band
+    present = {"bias": problem.bias, "mask": problem.mask, "softcap": problem.softcap, "window": window}
     return tuple(name for name, value in present.items() if value is not None)
+
+
+def programs_to_repair(tiles: int, heads: int, gpu: Gpu | None) -> int:
+    """How many programs share the tiles of a head in a kernel that repairs: as few as one multiprocessor each allows.
+
+    Most only look, and what they cost is their start; but where there is something to repair, no multiprocessor idles.
+    In the interpreter 4 of them let small cases have programs with several tiles.
+    """
+    per_head = tiles // max(1, heads)
+    processors = 4 if gpu is None else gpu.processors
+    return max(-(-per_head // TILES_AT_ONCE), min(per_head, processors // max(1, heads)))
 
 
 def fits(problem: Problem, direction: Direction, tiles: Tiles, gpu: Gpu, in_registers: bool = False) -> bool:

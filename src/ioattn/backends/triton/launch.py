@@ -184,7 +184,11 @@ def _kernels(
     whole = [Prepared(main, programs * sequences, constant, tiles)]
     if problem.band.bounded or problem.mask is not None or problem.bias is not None:
         # Without a pipeline, so that it needs no more shared memory than the kernel that it repairs.
-        whole.append(Prepared(repair, programs * problem.batch, constant, tiles._replace(num_stages=1)))
+        tiles = tiles._replace(num_stages=1)
+        heads = problem.batch * (problem.kv_heads if direction == "key_value" else problem.heads)
+        count = config.programs_to_repair(programs * problem.batch, heads, gpu)
+        constant = (numbers._replace(tiles=encoded(count)), form, *formula)
+        whole.append(Prepared(repair, count * heads, constant, tiles))
     return split, whole
 
 

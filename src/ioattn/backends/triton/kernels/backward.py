@@ -87,15 +87,14 @@ def key_value_kernel(inputs, upstream, dk, dv, numbers, form: tl.constexpr, step
     for head in range(kv_head * form.GROUP, (kv_head + 1) * form.GROUP):
         task = Task(inputs, numbers, head, seq, scales)
         # A tile ahead: see the forward.
-        ahead = words_at(ranges.full_start, k_start, task, form, EDGE)
+        words = words_at(ranges.full_start, k_start, task, form, EDGE)
         for q_start in range(ranges.full_start, ranges.full_end, form.Q.ROWS):
-            words = ahead
-            next_start = tl.minimum(q_start + form.Q.ROWS, ranges.full_end - form.Q.ROWS)
-            ahead = words_at(next_start, k_start, task, form, FULL)
             queries = load_queries(task, upstream, q_start, form, FULL)
             dk_tile, dv_tile = add_queries(
                 dk_tile, dv_tile, queries, keys, words, task, dk, dv, form, step, dstep, FULL
             )
+            next_start = tl.minimum(q_start + form.Q.ROWS, ranges.full_end - form.Q.ROWS)
+            words = words_at(next_start, k_start, task, form, FULL)
         for edge in range(ranges.edges):
             queries = load_queries(task, upstream, edge_start(edge, ranges, form.Q.ROWS), form, EDGE)
             words = words_at(queries.start, k_start, task, form, EDGE)
@@ -145,14 +144,14 @@ def add_queries(
     distance = distance_at(pairs, task)
     product = multiply(keys.k, queries.q, form)
     weights = weights_of(product, distance, operands, queries.lse[None, :], task, form, step)
-    margin = margin_at(pairs, mask, task, KIND)
+    margin = margin_at(pairs, task, KIND)
     # Where a row's lse is NaN, exp has not made the hidden weights zero.
-    weights = keep(margin, weights, 0.0)
+    weights = keep(margin, mask, weights, 0.0)
     if dv is not None:
         dv_tile = add_product(dv_tile, weights, only_finite(queries.dout, KIND), form)
     if dk is not None:
         dweights = multiply(keys.v, queries.dout, form) * (task.scales.v * task.scales.dout)
-        dscores = keep(margin, weights * (dweights - queries.delta[None, :]), 0.0)
+        dscores = keep(margin, mask, weights * (dweights - queries.delta[None, :]), 0.0)
         dproduct = dstep(dscores, product * score_scale(task), distance, operands)
         dk_tile = add_product(dk_tile, dproduct, only_finite(queries.q, KIND), form)
     return dk_tile, dv_tile
@@ -184,12 +183,11 @@ def query_kernel(
     dq_tile = zeros_for(form.Q)
     total = tl.zeros((form.Q.ROWS,), tl.float32)
     ranges = key_ranges(q_start, task, form)
-    ahead = words_at(q_start, ranges.full_start, task, form, EDGE)
+    words = words_at(q_start, ranges.full_start, task, form, EDGE)
     for k_start in range(ranges.full_start, ranges.full_end, form.K.ROWS):
-        words = ahead
-        ahead = words_at(q_start, tl.minimum(k_start + form.K.ROWS, ranges.full_end - form.K.ROWS), task, form, FULL)
         keys = load_keys(task, k_start, form, FULL)
         dq_tile, total = add_keys(dq_tile, total, queries, keys, words, task, dbias, totals, form, step, dstep, FULL)
+        words = words_at(q_start, tl.minimum(k_start + form.K.ROWS, ranges.full_end - form.K.ROWS), task, form, FULL)
     # As in the forward.
     if ranges.edges > 0:
         for edge in range(ranges.edges):
@@ -229,7 +227,7 @@ def add_keys(
     distance = distance_at(pairs, task)
     product = multiply(queries.q, keys.k, form)
     dscores = dscores_of(product, distance, operands, queries, keys, task, form, step, KIND)
-    dscores = keep(margin_at(pairs, mask, task, KIND), dscores, 0.0)
+    dscores = keep(margin_at(pairs, task, KIND), mask, dscores, 0.0)
     if dbias is not None:
         pointers = (
             row_at(dbias, task.seq.batch, task.head, pairs.row.to(tl.int64)) + pairs.col.to(tl.int64) * dbias.column
@@ -311,4 +309,4 @@ def dscores_at(queries, keys, task, form: tl.constexpr, step: tl.constexpr):
     mask = mask_at(pairs, words, task, form)
     product = multiply(queries.q, keys.k, form)
     dscores = dscores_of(product, distance_at(pairs, task), operands, queries, keys, task, form, step, EDGE)
-    return keep(margin_at(pairs, mask, task, EDGE), dscores, 0.0)
+    return keep(margin_at(pairs, task, EDGE), mask, dscores, 0.0)

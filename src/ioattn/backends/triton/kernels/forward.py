@@ -19,9 +19,10 @@ from ioattn.backends.triton.kernels.products import (
     scales_of,
 )
 from ioattn.backends.triton.kernels.scores import distance_at, mask_at, operands_at, pairs_at, words_at
-from ioattn.backends.triton.kernels.tanh import squashed
+from ioattn.backends.triton.kernels.tanh import SQUASHED_ONE, squashed
 from ioattn.backends.triton.kernels.tiles import (
     EDGE,
+    EXACT,
     FULL,
     INF,
     LOG2E,
@@ -71,13 +72,13 @@ def forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.const
     ranges = key_ranges(q_start, task, form)
     row_max, row_sum = sink_or_nothing(task, form)
     acc = zeros_for(form.OUT)
-    # A tile ahead: the assembler would put these loads where their results are needed, one after the other.
-    ahead = words_at(q_start, ranges.full_start, task, form, EDGE)
+    # A tile ahead, or the assembler would put these loads where their results are needed, one after the other. At the
+    # end of a step: read before the words of this one are used, they would be moved to where those are, at once.
+    words = words_at(q_start, ranges.full_start, task, form, EDGE)
     for k_start in range(ranges.full_start, ranges.full_end, form.K.ROWS):
-        words = ahead
-        ahead = words_at(q_start, tl.minimum(k_start + form.K.ROWS, ranges.full_end - form.K.ROWS), task, form, FULL)
         pairs = pairs_at(q_start, k_start, form)
         row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, words, pairs, task, form, step, FULL)
+        words = words_at(q_start, tl.minimum(k_start + form.K.ROWS, ranges.full_end - form.K.ROWS), task, form, FULL)
     # Without this test the assembler does not see that the products of a loop that runs not at all are none, and has
     # the tensor cores wait after each instruction.
     if ranges.edges > 0:
@@ -101,7 +102,7 @@ def store_results(row_max, row_sum, acc, out, lse, q_start, task, form: tl.const
     if form.LATE:
         row_max *= score_scale(task)
     if form.SQUASHED:
-        row_max = task.inputs.softcap * (2.0 * row_max + 1.0)
+        row_max = task.inputs.softcap * (row_max * (2.0 / SQUASHED_ONE) + 1.0)
     row = q_start + tl.arange(0, form.Q.ROWS)
     pointers = row_at(lse, seq.batch, task.head, seq.start_q) + row.to(tl.int64) * lse.row
     tl.store(pointers, row_max + tl.log(row_sum), mask=row < seq.len_q)
@@ -120,11 +121,11 @@ def attend(
     if form.LATE:
         factor = score_scale(task) * LOG2E
     elif form.SQUASHED:
-        scores = squashed(scores * (score_scale(task) * (2.0 * LOG2E) / task.inputs.softcap))
-        factor = task.inputs.softcap * (2.0 * LOG2E)
+        scores = squashed(scores * (score_scale(task) * (2.0 * LOG2E) / task.inputs.softcap), KIND == EXACT)
+        factor = task.inputs.softcap * (2.0 * LOG2E / SQUASHED_ONE)
     else:
         scores = step(scores * score_scale(task), distance_at(pairs, task), operands)
-    scores = keep(margin_at(pairs, mask, task, KIND), scores, -INF)
+    scores = keep(margin_at(pairs, task, KIND), mask, scores, -INF)
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     shift = or_zero(new_max)
     if form.FUSED:

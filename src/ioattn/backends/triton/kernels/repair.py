@@ -2,9 +2,11 @@
 
 A hidden weight is 0, but 0 * NaN is NaN: NaN or inf in a row of V that a query does not see would reach it through the
 tile that holds them both, and the same goes for Q, K and dO in the backward. Instead of a test per tile in the loops
-that count, these kernels read the results once, leave a tile alone if it is finite, as nearly always, and otherwise
-compute it again with care. On their own, because inside of the kernels they repair they cost the loops their registers:
-154 spills per step in dK and dV at D128 on sm_90.
+that count, these kernels look at the results once, leave a tile alone if it is finite, as nearly always, and otherwise
+compute it again with care. A program looks at several tiles: what one costs is its start and a wait for memory.
+
+They stand on their own because inside of the kernels they repair they cost the loops their registers: 154 spills per
+step in dK and dV at D128 on sm_90.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ioattn.backends.triton.config import TILES_AT_ONCE
 from ioattn.backends.triton.kernels.backward import add_keys, add_queries, store_keys, sum_for
 from ioattn.backends.triton.kernels.forward import attend, sink_or_nothing, store_results
 from ioattn.backends.triton.kernels.products import add_special, scales_of
@@ -39,34 +42,49 @@ from ioattn.backends.triton.kernels.tiles import (
     zeros_for,
 )
 
+AT_ONCE = tl.constexpr(TILES_AT_ONCE)
+
 
 @device
-def is_sound(matrix, first, start, n, box: tl.constexpr):
-    """Whether nothing hidden has reached a tile of results.
+def is_sound(matrix, first, start, step, n, box: tl.constexpr, COUNT: tl.constexpr):
+    """Whether nothing hidden has reached COUNT tiles of results, `step` rows apart, as far as they start below row n.
 
-    It would have reached every row, as 0 * NaN is NaN for all of them: one row tells. In float32 all are read: a
-    product of halves may have overflown in any.
+    It would have reached every row of a tile, as 0 * NaN is NaN for all of them: one row tells. In float32 all are
+    read: a product of halves may have overflown in any.
     """
     if matrix.ptr.dtype.element_ty == tl.float32:
-        return is_finite(load_tile(matrix, first, start, n, box, EDGE))
-    column = tl.arange(0, box.WIDTH)
-    pointers = first + start.to(tl.int64) * matrix.row + column.to(tl.int64) * matrix.column
-    return is_finite(tl.load(pointers, mask=column < box.COLUMNS, other=0.0))
+        sound = start >= 0
+        for at in range(start, tl.minimum(start + tl.cast(step, tl.int64) * COUNT, n), step):
+            sound = sound & is_finite(load_tile(matrix, first, at, n, box, EDGE))
+    else:
+        row = (start + tl.arange(0, COUNT).to(tl.int64) * step)[:, None]
+        column = tl.arange(0, box.WIDTH).to(tl.int64)[None, :]
+        pointers = first + (row * matrix.row + column * matrix.column)
+        sound = is_finite(tl.load(pointers, mask=(row < n) & (column < box.COLUMNS), other=0.0))
+    return sound
 
 
 @triton.jit
 def repair_forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.constexpr):
-    """Overwrite one tile of `out` and `lse` again unless it is finite."""
+    """Overwrite the tiles of `out` and `lse` again that are not finite: of the program's, `numbers.tiles` apart."""
     numbers = decoded(numbers)
-    batch, head, tile = place(numbers, inputs.hi is not None)
+    batch, head, tile = place(numbers, False)
     seq = sequence_of(batch, inputs, numbers, form)
+    start = tile * form.Q.ROWS
+    stride = numbers.tiles * form.Q.ROWS
+    first = row_at(out, seq.batch, head, seq.start_q)
+    if is_sound(out, first, start, stride, seq.len_q, form.OUT, AT_ONCE):
+        return
     scales = scales_of(inputs, seq.batch, head // form.GROUP, numbers.heads // form.GROUP, form)
     task = Task(inputs, numbers, head, seq, scales)
-    q_start = tile * form.Q.ROWS
-    if q_start >= seq.len_q:
-        return
-    if is_sound(out, row_at(out, seq.batch, head, seq.start_q), q_start, seq.len_q, form.OUT):
-        return
+    for q_start in range(start, seq.len_q, stride):
+        if is_sound(out, first, q_start, stride, seq.len_q, form.OUT, 1) == 0:
+            repair_out(out, lse, q_start, task, form, step)
+
+
+@device
+def repair_out(out, lse, q_start, task, form: tl.constexpr, step: tl.constexpr):
+    """Overwrite one tile of `out` and `lse`."""
     q_tile = load_q(task, q_start, form, EDGE)
     ranges = every_tile(key_ranges(q_start, task, form), form.K.ROWS)
     row_max, row_sum = sink_or_nothing(task, form)
@@ -86,7 +104,11 @@ def repair_forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: t
 def is_visible(pairs, task, form: tl.constexpr):
     """Which scores of a tile count."""
     words = words_at(pairs.q_start, pairs.k_start, task, form, EDGE)
-    return margin_at(pairs, mask_at(pairs, words, task, form), task, EXACT) >= 0
+    visible = margin_at(pairs, task, EXACT) >= 0
+    mask = mask_at(pairs, words, task, form)
+    if mask is not None:
+        visible = visible & (mask != 0)
+    return visible
 
 
 @device
@@ -101,37 +123,51 @@ def add_special_values(acc, q_start, keys, task, form: tl.constexpr):
 def repair_key_value_kernel(
     inputs, upstream, dk, dv, numbers, form: tl.constexpr, step: tl.constexpr, dstep: tl.constexpr
 ):
-    """Overwrite one tile of `dk` and `dv` again unless both are finite; either may be None."""
+    """The same for `dk` and `dv`, both unless both are finite; either may be None."""
     numbers = decoded(numbers)
     batch, kv_head, tile = place(numbers, False)
     seq = sequence_of(batch, inputs, numbers, form)
-    k_start = tile * form.K.ROWS
-    if k_start >= seq.len_k:
-        return
-    sound = k_start >= 0
-    if dk is not None:
-        sound = is_sound(dk, row_at(dk, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.K)
-    if dv is not None:
-        sound = sound & is_sound(dv, row_at(dv, seq.batch, kv_head, seq.start_k), k_start, seq.len_k, form.V)
-    if sound:
+    start = tile * form.K.ROWS
+    stride = numbers.tiles * form.K.ROWS
+    if are_sound(dk, dv, kv_head, start, stride, seq, form, AT_ONCE):
         return
     scales = scales_of(inputs, seq.batch, kv_head, numbers.heads, form)
-    task = Task(inputs, numbers, kv_head * form.GROUP, seq, scales)
+    for k_start in range(start, seq.len_k, stride):
+        if are_sound(dk, dv, kv_head, k_start, stride, seq, form, 1) == 0:
+            task = Task(inputs, numbers, kv_head * form.GROUP, seq, scales)
+            repair_keys(dk, dv, k_start, kv_head, task, upstream, form, step, dstep)
+
+
+@device
+def are_sound(dk, dv, kv_head, start, step, seq, form: tl.constexpr, COUNT: tl.constexpr):
+    """`is_sound` of both."""
+    sound = start >= 0
+    if dk is not None:
+        sound = is_sound(dk, row_at(dk, seq.batch, kv_head, seq.start_k), start, step, seq.len_k, form.K, COUNT)
+    if dv is not None:
+        first = row_at(dv, seq.batch, kv_head, seq.start_k)
+        sound = sound & is_sound(dv, first, start, step, seq.len_k, form.V, COUNT)
+    return sound
+
+
+@device
+def repair_keys(dk, dv, k_start, kv_head, task, upstream, form: tl.constexpr, step: tl.constexpr, dstep: tl.constexpr):
+    """Overwrite one tile of `dk` and `dv`."""
     keys = load_keys(task, k_start, form, EDGE)
     dk_tile = sum_for(dk, form.K)
     dv_tile = sum_for(dv, form.V)
     ranges = every_tile(query_ranges(k_start, task, form), form.Q.ROWS)
     for head in range(kv_head * form.GROUP, (kv_head + 1) * form.GROUP):
-        task = Task(inputs, numbers, head, seq, scales)
+        own = Task(task.inputs, task.numbers, head, task.seq, task.scales)
         for edge in range(ranges.edges):
-            queries = load_seeing_queries(task, upstream, edge_start(edge, ranges, form.Q.ROWS), form)
-            words = words_at(queries.start, k_start, task, form, EDGE)
+            queries = load_seeing_queries(own, upstream, edge_start(edge, ranges, form.Q.ROWS), form)
+            words = words_at(queries.start, k_start, own, form, EDGE)
             dk_tile, dv_tile = add_queries(
-                dk_tile, dv_tile, queries, keys, words, task, dk, dv, form, step, dstep, EXACT
+                dk_tile, dv_tile, queries, keys, words, own, dk, dv, form, step, dstep, EXACT
             )
         for edge in range(ranges.edges):
-            queries = load_seeing_queries(task, upstream, edge_start(edge, ranges, form.Q.ROWS), form)
-            dk_tile, dv_tile = add_special_queries(dk_tile, dv_tile, queries, k_start, task, dk, dv, form)
+            queries = load_seeing_queries(own, upstream, edge_start(edge, ranges, form.Q.ROWS), form)
+            dk_tile, dv_tile = add_special_queries(dk_tile, dv_tile, queries, k_start, own, dk, dv, form)
     store_keys(dk_tile, dv_tile, dk, dv, kv_head, k_start, task, form)
 
 
@@ -151,17 +187,25 @@ def add_special_queries(dk_tile, dv_tile, queries, k_start, task, dk, dv, form: 
 def repair_query_kernel(
     inputs, upstream, dq, dbias, totals, numbers, form: tl.constexpr, step: tl.constexpr, dstep: tl.constexpr
 ):
-    """Overwrite one tile of `dq` again unless it is finite; in `dbias` and `totals` hidden scores are 0 already."""
+    """The same for `dq`; in `dbias` and `totals` hidden scores are 0 already."""
     numbers = decoded(numbers)
-    batch, head, tile = place(numbers, inputs.hi is not None)
+    batch, head, tile = place(numbers, False)
     seq = sequence_of(batch, inputs, numbers, form)
+    start = tile * form.Q.ROWS
+    stride = numbers.tiles * form.Q.ROWS
+    first = row_at(dq, seq.batch, head, seq.start_q)
+    if is_sound(dq, first, start, stride, seq.len_q, form.Q, AT_ONCE):
+        return
     scales = scales_of(inputs, seq.batch, head // form.GROUP, numbers.heads // form.GROUP, form)
     task = Task(inputs, numbers, head, seq, scales)
-    q_start = tile * form.Q.ROWS
-    if q_start >= seq.len_q:
-        return
-    if is_sound(dq, row_at(dq, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q):
-        return
+    for q_start in range(start, seq.len_q, stride):
+        if is_sound(dq, first, q_start, stride, seq.len_q, form.Q, 1) == 0:
+            repair_dq(dq, q_start, task, upstream, form, step, dstep)
+
+
+@device
+def repair_dq(dq, q_start, task, upstream, form: tl.constexpr, step: tl.constexpr, dstep: tl.constexpr):
+    """Overwrite one tile of `dq`."""
     queries = load_seeing_queries(task, upstream, q_start, form)
     dq_tile = zeros_for(form.Q)
     total = tl.zeros((form.Q.ROWS,), tl.float32)
@@ -173,7 +217,8 @@ def repair_query_kernel(
     for edge in range(ranges.edges):
         keys = load_keys(task, edge_start(edge, ranges, form.K.ROWS), form, EDGE)
         dq_tile = add_special_keys(dq_tile, q_start, keys, task, form)
-    store_tile(dq_tile, numbers.scale, dq, row_at(dq, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q)
+    first = row_at(dq, task.seq.batch, task.head, task.seq.start_q)
+    store_tile(dq_tile, task.numbers.scale, dq, first, q_start, task.seq.len_q, form.Q)
 
 
 @device

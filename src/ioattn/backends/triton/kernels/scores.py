@@ -91,21 +91,21 @@ def bias_at(pairs, words, task, form: tl.constexpr):
 
 @device
 def mask_at(pairs, words, task, form: tl.constexpr):
-    """Negative where the boolean mask hides a score; None where there is no mask."""
+    """0 where the boolean mask hides a score; None where there is no mask. To test a bit is one instruction."""
     mask = task.inputs.mask
-    hidden = None
+    visible = None
     if mask is not None:
         if form.K.ORDER == "":
-            hidden = load_scores(mask, pairs, task).to(tl.int32) - 1
+            visible = load_scores(mask, pairs, task).to(tl.int32)
         else:
             parts = ()
             for i in tl.static_range(len(words[1])):
-                inverse = ~words[1][i]
-                parts += (inverse << 31, inverse << 23)
+                word = words[1][i]
+                parts += (word & 1, word & 0x100)
                 if form.K.ORDER == "columns":
-                    parts += (inverse << 15, inverse << 7)
-            hidden = in_order(parts, form)
-    return hidden
+                    parts += (word & 0x10000, word & 0x1000000)
+            visible = in_order(parts, form)
+    return visible
 
 
 @device

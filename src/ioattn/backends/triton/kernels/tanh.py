@@ -30,26 +30,43 @@ def reciprocal(x):
     return number
 
 
-FOUR = tl.constexpr(
-    "{ .reg .f32 a, b, c, d, p, q, r; "
-    "min.NaN.f32 a, $4, 0f41F80000; min.NaN.f32 b, $5, 0f41F80000; "
-    "min.NaN.f32 c, $6, 0f41F80000; min.NaN.f32 d, $7, 0f41F80000; "
-    "ex2.approx.ftz.f32 a, a; ex2.approx.ftz.f32 b, b; ex2.approx.ftz.f32 c, c; ex2.approx.ftz.f32 d, d; "
-    "add.f32 a, a, 0f3F800000; add.f32 b, b, 0f3F800000; add.f32 c, c, 0f3F800000; add.f32 d, d, 0f3F800000; "
-    "mul.f32 p, a, b; mul.f32 q, c, d; mul.f32 r, p, q; rcp.approx.ftz.f32 r, r; neg.f32 r, r; "
-    "mul.f32 q, q, r; mul.f32 p, p, r; "
-    "mul.f32 $0, q, b; mul.f32 $1, q, a; mul.f32 $2, p, d; mul.f32 $3, p, c; }"
-)
-"""Four reciprocals by that of the product: the unit of special functions is what bounds a kernel with softcap.
+SQUASHED_ONE = tl.constexpr(2.0**15)
+"""What `squashed` counts as 1: eight numbers between 2^-15 and 2^15 have a finite product that is not 0."""
 
-No number is above 2^31, so that the product of four is finite."""
+
+def _eight_reciprocals(columns: tuple[int, ...]) -> str:
+    """Assembly that makes -1 / (2^-15 + 2^x) of eight x of 16, those in `columns`, with one reciprocal."""
+    lines = ["neg.f32 r, r;", "mul.f32 t03, r, t47;", "mul.f32 t47, r, p03;"]
+    for i, column in enumerate(columns):
+        loaded = f"min.NaN.f32 a{i}, ${16 + column}, 0f41700000; ex2.approx.ftz.f32 a{i}, a{i};"
+        lines.insert(i, f"{loaded} add.f32 a{i}, a{i}, 0f38000000;")
+    products = [f"mul.f32 p{i}{i + 1}, a{i}, a{i + 1};" for i in (0, 2, 4, 6)]
+    products += ["mul.f32 p03, p01, p23;", "mul.f32 t47, p45, p67;", "mul.f32 r, p03, t47;", "rcp.approx.ftz.f32 r, r;"]
+    lines[8:8] = products
+    for i, half, other in ((0, "t03", "p23"), (2, "t03", "p01"), (4, "t47", "p67"), (6, "t47", "p45")):
+        lines.append(f"mul.f32 r, {half}, {other};")
+        lines.append(f"mul.f32 ${columns[i]}, r, a{i + 1}; mul.f32 ${columns[i + 1]}, r, a{i};")
+    names = ", ".join([*(f"a{i}" for i in range(8)), "p01", "p23", "p45", "p67", "p03", "t03", "t47", "r"])
+    return "{ .reg .f32 " + names + "; " + " ".join(lines) + " }"
+
+
+SIXTEEN = tl.constexpr(
+    _eight_reciprocals((0, 1, 4, 5, 8, 9, 12, 13)) + " " + _eight_reciprocals((2, 3, 6, 7, 10, 11, 14, 15))
+)
+"""Sixteen reciprocals by those of two products: the unit of special functions is what bounds a kernel with softcap.
+
+Of the scores of a thread every second pair belongs to another row, and a NaN must not get there."""
+OPERANDS = tl.constexpr(",".join(["=f"] * 16 + ["f"] * 16))
 
 
 @device
-def squashed(x):
-    """What tanh is made of: -1 / (1 + 2^x) at x = 2 log2(e) y is (tanh y - 1) / 2."""
-    if PTX:
-        x = tl.inline_asm_elementwise(FOUR, "=f,=f,=f,=f,f,f,f,f", [x], tl.float32, True, 4)
+def squashed(x, ALONE: tl.constexpr):
+    """What tanh is made of: -2^15 / (1 + 2^x) at x = 2 log2(e) y is 2^15 (tanh y - 1) / 2.
+
+    NaN reaches seven neighbours in the row, or none if ALONE.
+    """
+    if PTX and not ALONE:
+        x = tl.inline_asm_elementwise(SIXTEEN, OPERANDS, [x - 15.0], tl.float32, True, 16)
     else:
-        x = -1.0 / (1.0 + tl.exp2(x))
+        x = reciprocal(1.0 + tl.exp2(x)) * -SQUASHED_ONE
     return x

@@ -379,8 +379,8 @@ def load_keys(task, start, form: tl.constexpr, KIND: tl.constexpr):
 
 
 @device
-def margin_at(pairs, mask, task, KIND: tl.constexpr):
-    """Negative for scores that do not count, given what `mask_at` found; None where all of them do."""
+def margin_at(pairs, task, KIND: tl.constexpr):
+    """Negative for scores that the band or the end of a sequence hides; None where nothing does."""
     margin = None
     row = pairs.row
     col = pairs.col
@@ -393,25 +393,29 @@ def margin_at(pairs, mask, task, KIND: tl.constexpr):
         margin = (last | (task.seq.len_q - 1 - row >> 31)) - col
         if task.inputs.lo is not None:
             margin = margin | (col - (row + (shift + (task.inputs.lo >> 2))))
-    if mask is not None:
-        margin = mask if margin is None else margin | mask
     return margin
 
 
 @device
-def keep(margin, x, OTHER: tl.constexpr):
-    """x where scores count, OTHER, which is 0 or -inf, elsewhere.
+def keep(margin, visible, x, OTHER: tl.constexpr):
+    """x where scores count, OTHER, which is 0 or -inf, elsewhere: given what `margin_at` and `mask_at` found.
 
     By assembly: LLVM would compare the whole tile, pack the results into words and take these apart again, 8
     instructions per score instead of 2, or select after rounding to 16 bits, 3.
     """
+    BITS: tl.constexpr = "0f00000000" if OTHER == 0 else "0fFF800000"
     if margin is not None:
         if PTX:
-            BITS: tl.constexpr = "0f00000000" if OTHER == 0 else "0fFF800000"
-            asm: tl.constexpr = "{ .reg .pred p; setp.lt.s32 p, $2, 0; selp.f32 $0, " + BITS + ", $1, p; }"
-            x = tl.inline_asm_elementwise(asm, "=f,f,r", [x, margin], tl.float32, True, 1)
+            late: tl.constexpr = "{ .reg .pred p; setp.lt.s32 p, $2, 0; selp.f32 $0, " + BITS + ", $1, p; }"
+            x = tl.inline_asm_elementwise(late, "=f,f,r", [x, margin], tl.float32, True, 1)
         else:
             x = tl.where(margin >= 0, x, OTHER)
+    if visible is not None:
+        if PTX:
+            masked: tl.constexpr = "{ .reg .pred p; setp.eq.s32 p, $2, 0; selp.f32 $0, " + BITS + ", $1, p; }"
+            x = tl.inline_asm_elementwise(masked, "=f,f,r", [x, visible], tl.float32, True, 1)
+        else:
+            x = tl.where(visible != 0, x, OTHER)
     return x
 
 
