@@ -1,0 +1,120 @@
+"""Operators of tensors in Triton's interpreter: straight to NumPy where both operands have one plain type.
+
+All else, such as mixed types, goes the interpreter's own way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
+
+Handle = interpreter.TensorHandle
+WHOLE = slice(None)
+
+PLAIN = {"i": (tl.int32, tl.int64), "f": (tl.float32, tl.float64), "h": (tl.float16,), "b": (tl.int1,)}
+CASTS = {(a, b) for a in "ifb" for b in "ifh"} | {("h", "f")}
+"""Conversions that NumPy does as the interpreter does them, in one step."""
+
+
+def patch_operators() -> None:
+    """Replace the operators of a `tl` that the interpreter has patched."""
+    tl.dtype.plain = "-"
+    tl.pointer_type.plain = "p"
+    for plain, dtypes in PLAIN.items():
+        for dtype in dtypes:
+            dtype.plain = plain
+    for name, function, kinds in (
+        ("add", np.add, "ifp"),
+        ("sub", np.subtract, "if"),
+        ("mul", np.multiply, "if"),
+        ("truediv", np.divide, "f"),
+        ("floordiv", lambda a, b: (a - np.fmod(a, b)) // b, "i"),
+        ("mod", np.fmod, "if"),
+        ("and", np.bitwise_and, "ib"),
+        ("or", np.bitwise_or, "ib"),
+        ("xor", np.bitwise_xor, "ib"),
+        ("lshift", np.left_shift, "i"),
+        ("rshift", np.right_shift, "i"),
+    ):
+        _patch(f"__{name}__", _operator, function, kinds)
+        _patch(f"__r{name}__", _operator, lambda a, b, function=function: function(b, a), kinds.replace("p", ""))
+    for name in ("less", "less_equal", "greater", "greater_equal", "equal", "not_equal"):
+        short = "__" + name.replace("_equal", "e").replace("less", "l").replace("greater", "g") + "__"
+        short = {"__l__": "__lt__", "__g__": "__gt__", "__equal__": "__eq__", "__note__": "__ne__"}.get(short, short)
+        _patch(short, _operator, getattr(np, name), "if", truth=True)
+    _patch("__getitem__", _getitem)
+    _patch("to", _to)
+    tl.minimum = _extreme(tl.minimum, np.minimum, np.fmin)
+    tl.maximum = _extreme(tl.maximum, np.maximum, np.fmax)
+
+
+def _patch(name: str, made: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    setattr(tl.tensor, name, made(getattr(tl.tensor, name), *args, **kwargs))
+
+
+def _operator(slow: Callable[..., Any], function: Any, kinds: str, truth: bool = False) -> Callable[..., Any]:
+    def operator(self: Any, other: Any) -> Any:
+        if type(other) is tl.constexpr:
+            other = other.value
+        dtype, kind = self.dtype, type(other)
+        if dtype.plain not in kinds:
+            return slow(self, other)
+        made = self.type
+        if kind is tl.tensor:
+            data = other.handle.data
+            if dtype.plain == "p":
+                if other.dtype.plain != "i":
+                    return slow(self, other)
+                data = max(1, dtype.element_ty.primitive_bitwidth // 8) * data.astype(np.uint64)
+            elif other.dtype is not dtype:
+                return slow(self, other)
+            data = function(self.handle.data, data)
+            if other.type is not made and other.type.is_block():
+                made = tl.block_type(dtype, data.shape)
+        elif (kind is int and dtype.plain in "if") or (kind is float and dtype.plain == "f"):
+            data = function(self.handle.data, other)
+        else:
+            return slow(self, other)
+        if truth:
+            dtype, made = tl.int1, tl.block_type(tl.int1, data.shape) if made.is_block() else tl.int1
+        return tl.tensor(Handle(data, dtype), made)
+
+    return operator
+
+
+def _getitem(slow: Callable[..., Any]) -> Callable[..., Any]:
+    def getitem(self: Any, index: Any) -> Any:
+        if type(index) is tuple and self.type.is_block() and all(x is None or x == WHOLE for x in index):
+            data = self.handle.data[index]
+            return tl.tensor(Handle(data, self.dtype), tl.block_type(self.dtype, data.shape))
+        return slow(self, index)
+
+    return getitem
+
+
+def _to(slow: Callable[..., Any]) -> Callable[..., Any]:
+    def to(self: Any, dtype: Any, *how: Any, **named: Any) -> Any:
+        source = self.dtype
+        if how or named or (source.plain, dtype.plain) not in CASTS:
+            return slow(self, dtype, *how, **named)
+        if source is dtype:
+            return self
+        data = self.handle.data.astype(interpreter._get_np_dtype(dtype))
+        return tl.tensor(Handle(data, dtype), tl.block_type(dtype, data.shape) if self.type.is_block() else dtype)
+
+    return to
+
+
+def _extreme(slow: Callable[..., Any], of_integers: Any, of_floats: Any) -> Callable[..., Any]:
+    integers, floats = _operator(slow, of_integers, "i"), _operator(slow, of_floats, "f")
+
+    def extreme(x: Any, y: Any, **how: Any) -> Any:
+        if how or type(x) is not tl.tensor:
+            return slow(x, y, **how)
+        return (integers if x.dtype.plain == "i" else floats)(x, y)
+
+    return extreme
