@@ -15,6 +15,7 @@ from ioattn.problem import Problem
 
 pytest.importorskip("triton", minversion="3.6", reason="Triton is not installed")
 
+from barriers import abandoned_barriers
 from sass import unwritten_reads
 from test_gluon_compile import FEATURES, Machine, disassembled, problem
 
@@ -79,6 +80,7 @@ def test_machine_code(dim: int, feature: str, extra: dict[str, Any], tmp_path: P
         assert sum("WARPGROUP.DEPBAR" in line for line in body) <= 5, "the products are not asynchronous"
     assert not any("HMMA." in line.replace("HGMMA", "") for line in code.lines)
     assert not unwritten_reads(code.lines)
+    assert not abandoned_barriers(kernel.asm["ttgir"])
 
 
 @pytest.mark.parametrize("feature", ["full", "full-odd", "causal", "top-left", "window", "left", "short"])
@@ -100,6 +102,7 @@ def test_machine_code_of_queries_alone(dim: int, feature: str, tmp_path: Path) -
     code = disassembled(kernel, tmp_path)
     assert not code.count("UTMAREDG")
     assert not unwritten_reads(code.lines)
+    assert not abandoned_barriers(kernel.asm["ttgir"])
     loops = multiplying_loops(code)
     assert len(loops) >= config.groups
     for body in loops:

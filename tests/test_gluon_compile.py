@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from barriers import abandoned_barriers
 from sass import unwritten_reads
 
 from ioattn.backends.gluon import config as table
@@ -107,6 +108,7 @@ def test_machine_code(dim: int, feature: str, tmp_path: Path) -> None:
         assert sum("WARPGROUP.DEPBAR" in line for line in body) == 2, "the products are not asynchronous"
     assert not any("HMMA." in line.replace("HGMMA", "") for line in code.lines)
     assert unwritten_reads(code.lines) == []
+    assert abandoned_barriers(kernel.asm["ttgir"]) == []
 
 
 @pytest.mark.parametrize("feature", ["full", "full-odd", "causal", "window"])
@@ -143,6 +145,22 @@ def test_reads_of_unwritten_registers_are_found() -> None:
     assert [op.address for op in unwritten_reads(lines)] == [0x40]
     lines[1] = "/*0010*/ NOP ;"
     assert unwritten_reads(lines) == []
+
+
+def test_barriers_that_nobody_waits_for_are_found() -> None:
+    code = """
+    %bars = ttg.local_alloc : () -> !ttg.memdesc<2x1xi64>
+    %first = ttg.memdesc_index %bars[%c0] : !ttg.memdesc<2x1xi64> -> !ttg.memdesc<1xi64>
+    ttng.init_barrier %first, 1 : !ttg.memdesc<1xi64>
+    %bars_1 = ttg.local_alloc : () -> !ttg.memdesc<1x1xi64>
+    %second = ttg.memdesc_index %bars_1[%c0] : !ttg.memdesc<1x1xi64> -> !ttg.memdesc<1xi64>
+    ttng.init_barrier %second, 1 : !ttg.memdesc<1xi64>
+    ttg.warp_specialize(%bars)
+    default { ttng.wait_barrier %second, %phase : !ttg.memdesc<1xi64> }
+    """
+    assert abandoned_barriers(code) == []
+    assert abandoned_barriers(code.replace("wait_barrier %second", "wait_barrier %third")) == ["%bars_1"]
+    assert abandoned_barriers(code.replace("(%bars)", "(%bars_12)")) == ["%bars"]
 
 
 def test_formulas_do_not_share_a_kernel() -> None:

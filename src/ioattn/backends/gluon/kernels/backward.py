@@ -60,8 +60,8 @@ def backward(
     rings = (
         ring(k_desc, 1, GROUPS),
         ring(v_desc, 1, GROUPS),
-        row_ring(q_desc, lse_desc, config.stages, GROUPS),
-        row_ring(dout_desc, delta_desc, config.stages, GROUPS),
+        row_ring(q_desc, lse_desc, config.stages, GROUPS, True),
+        row_ring(dout_desc, delta_desc, config.stages, GROUPS, False),  # released together with Q
     )
     schedule = KeySchedule(counter, cu_seqlens_q, cu_seqlens_k, sizes, rows, config)
     # dS; and the weights, and what they become by the slope of softcap, where one group makes them for both.
@@ -72,7 +72,7 @@ def backward(
     if config.wide or config.sums_dq:
         dscores = exchange(q_desc.dtype, KEYS, ROWS, SIZE, WRITERS, GROUPS)
     else:
-        dscores = exchange(q_desc.dtype, 8, 64, 1, 1, 1)  # unused: an aggregate cannot hold nothing
+        dscores = exchange(q_desc.dtype, 8, 64, 1, 1, 0)  # unused: an aggregate cannot hold nothing
     weights = dscores
     sloped = dscores
     if config.wide:

@@ -142,7 +142,7 @@ class Call:
     queries: Ring
     keys: Ring
     values: Ring
-    landed: gl.shared_memory_descriptor
+    landed: object
     board: Board
     turns: Turns
     band: Band
@@ -156,7 +156,7 @@ class Call:
     @gluon.constexpr_function
     def __init__(self, rings, landed, board, turns, band, scoring, memory, out_tiles, kv_group, config):
         self.queries, self.keys, self.values = rings
-        self.landed = landed
+        self.landed = gl.constexpr(None) if landed is None else landed
         self.board = board
         self.turns = turns
         self.band = band

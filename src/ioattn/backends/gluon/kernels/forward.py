@@ -60,7 +60,7 @@ def forward(
     out_tiles = gl.allocate_shared_memory(out_desc.dtype, [GROUPS, 1, 1, GROUP_ROWS, PART], out_desc.layout)
     call = Call(
         rings,
-        barriers(1, 1),
+        barriers(1, 1, config.cleans),
         board(GROUPS),
         turns(GROUPS, config.ping_pong),
         Band(band[0], band[1], band[2], config.has_lo, config.has_hi, config.bottom_right),

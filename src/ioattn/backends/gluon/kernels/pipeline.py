@@ -51,7 +51,7 @@ class Ring:
 
     buffers: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
+    empty: object
     rows: gl.constexpr
     dim: gl.constexpr
 
@@ -59,7 +59,7 @@ class Ring:
     def __init__(self, buffers, full, empty, rows, dim):
         self.buffers = buffers
         self.full = full
-        self.empty = empty
+        self.empty = gl.constexpr(None) if empty is None else empty
         self.rows = gl.constexpr(rows)
         self.dim = gl.constexpr(dim)
 
@@ -103,20 +103,26 @@ class Ring:
 
 
 @gluon.jit
-def barriers(n: gl.constexpr, count: gl.constexpr):
-    """`n` barriers that complete after `count` arrivals."""
-    bars = gl.allocate_shared_memory(gl.int64, [n, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(n):
-        mbarrier.init(bars.index(i), count=count)
+def barriers(n: gl.constexpr, count: gl.constexpr, used: gl.constexpr = True):
+    """`n` barriers that complete after `count` arrivals; None unless they are `used`.
+
+    The compiler gives the memory of barriers that nobody waits for to something else, but the hardware still takes it
+    for barriers: when the GPU goes over to another process and back, it writes their state there again (H200).
+    """
+    bars = None
+    if used:
+        bars = gl.allocate_shared_memory(gl.int64, [n, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(n):
+            mbarrier.init(bars.index(i), count=count)
     return bars
 
 
 @gluon.jit
-def ring(desc, size: gl.constexpr, readers: gl.constexpr):
-    """A ring of `size` buffers for the blocks of `desc`, each drained by `readers` groups."""
+def ring(desc, size: gl.constexpr, readers: gl.constexpr, released: gl.constexpr = True):
+    """A ring of `size` buffers for the blocks of `desc`, each drained by `readers` groups, and `released` by them."""
     shape: gl.constexpr = desc.block_type.shape
     buffers = gl.allocate_shared_memory(desc.dtype, [size, shape[0], shape[1], shape[2], shape[3]], desc.layout)
-    return Ring(buffers, barriers(size, 1), barriers(size, readers), shape[2], shape[3])
+    return Ring(buffers, barriers(size, 1), barriers(size, readers, released), shape[2], shape[3])
 
 
 @aggregate
@@ -162,11 +168,11 @@ class RowRing:
 
 
 @gluon.jit
-def row_ring(desc, numbers_desc, size: gl.constexpr, readers: gl.constexpr):
+def row_ring(desc, numbers_desc, size: gl.constexpr, readers: gl.constexpr, released: gl.constexpr):
     """A ring of `size` buffers for the blocks of `desc` and as many numbers as they have rows."""
     rows: gl.constexpr = numbers_desc.block_type.shape[0]
     numbers = gl.allocate_shared_memory(gl.float32, [size, rows], numbers_desc.layout)
-    return RowRing(ring(desc, size, readers), numbers)
+    return RowRing(ring(desc, size, readers, released), numbers)
 
 
 @aggregate
@@ -178,15 +184,15 @@ class Exchange:
     """
 
     buffers: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
+    full: object
+    empty: object
     released: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(self, buffers, full, empty, released):
         self.buffers = buffers
-        self.full = full
-        self.empty = empty
+        self.full = gl.constexpr(None) if full is None else full
+        self.empty = gl.constexpr(None) if empty is None else empty
         self.released = gl.constexpr(released)
 
     @gluon.jit
@@ -220,23 +226,25 @@ def exchange(
     writers: gl.constexpr,
     readers: gl.constexpr,
 ):
-    """`size` buffers of `[rows, cols]` that `writers` groups fill, each its part, and `readers` groups read."""
+    """`size` buffers of `[rows, cols]` that `writers` groups fill, each its part, and `readers` groups read, if any."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, cols], dtype)
     buffers = gl.allocate_shared_memory(dtype, [size, rows, cols], layout)
-    return Exchange(buffers, barriers(size, writers), barriers(size, readers), size == 1 or writers == 1)
+    released: gl.constexpr = size == 1 or writers == 1
+    full = barriers(size, writers, readers > 0)
+    return Exchange(buffers, full, barriers(size, readers, released and readers > 0), released)
 
 
 @aggregate
 class Turns:
     """Lets compute groups issue their matrix products in turn, so that one group's softmax hides another's."""
 
-    bars: gl.shared_memory_descriptor
+    bars: object
     groups: gl.constexpr
     used: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(self, bars, groups, used):
-        self.bars = bars
+        self.bars = gl.constexpr(None) if bars is None else bars
         self.groups = gl.constexpr(groups)
         self.used = gl.constexpr(used)
 
@@ -256,7 +264,7 @@ class Turns:
 @gluon.jit
 def turns(groups: gl.constexpr, used: gl.constexpr):
     """Turns of `groups` groups, the first one first; none are taken unless `used`."""
-    bars = barriers(groups, 1)
+    bars = barriers(groups, 1, used)
     if used:
         mbarrier.arrive(bars.index(0), count=1)
     return Turns(bars, groups, used)
