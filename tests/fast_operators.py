@@ -60,30 +60,31 @@ def _operator(slow: Callable[..., Any], function: Any, kinds: str, truth: bool =
     def operator(self: Any, other: Any) -> Any:
         if type(other) is tl.constexpr:
             other = other.value
-        dtype, kind = self.dtype, type(other)
-        if dtype.plain not in kinds:
+        dtype = self.dtype
+        data = _beside(dtype, other) if dtype.plain in kinds else None
+        if data is None:
             return slow(self, other)
+        data = function(self.handle.data, data)
         made = self.type
-        if kind is tl.tensor:
-            data = other.handle.data
-            if dtype.plain == "p":
-                if other.dtype.plain != "i":
-                    return slow(self, other)
-                data = max(1, dtype.element_ty.primitive_bitwidth // 8) * data.astype(np.uint64)
-            elif other.dtype is not dtype:
-                return slow(self, other)
-            data = function(self.handle.data, data)
-            if other.type is not made and other.type.is_block():
-                made = tl.block_type(dtype, data.shape)
-        elif (kind is int and dtype.plain in "if") or (kind is float and dtype.plain == "f"):
-            data = function(self.handle.data, other)
-        else:
-            return slow(self, other)
+        if type(other) is tl.tensor and other.type is not made and other.type.is_block():
+            made = tl.block_type(dtype, data.shape)
         if truth:
-            dtype, made = tl.int1, tl.block_type(tl.int1, data.shape) if made.is_block() else tl.int1
+            made = tl.block_type(tl.int1, data.shape) if made.is_block() else tl.int1
         return tl.tensor(Handle(data, dtype), made)
 
     return operator
+
+
+def _beside(dtype: Any, other: Any) -> Any:
+    """What NumPy takes beside a tensor of `dtype`; None where it would not do as the interpreter does."""
+    kind, plain = type(other), dtype.plain
+    if kind is tl.tensor:
+        if plain == "p" and other.dtype.plain == "i":
+            return dtype.element_ty.primitive_bitwidth // 8 * other.handle.data.astype(np.uint64)
+        return other.handle.data if other.dtype is dtype and plain != "p" else None
+    if kind is int and plain in "if":
+        return other if -(2**31) <= other < 2**31 else None
+    return other if kind is float and plain == "f" else None
 
 
 def _getitem(slow: Callable[..., Any]) -> Callable[..., Any]:

@@ -110,13 +110,13 @@ def _same(slow: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _make_tensor(slow: Callable[..., Any]) -> Callable[..., Any]:
-    def init(self: Any, handle: Any, type: Any) -> None:
-        known = type.__dict__
+    def init(self: Any, handle: Any, made: Any) -> None:
+        known = made.__dict__
         if "members" not in known:
-            slow(self, handle, type)
+            slow(self, handle, made)
             known["members"] = self.shape, self.numel, self.dtype
         self.handle = handle
-        self.type = type
+        self.type = made
         self.shape, self.numel, self.dtype = known["members"]
 
     return init
@@ -155,7 +155,7 @@ def _constant(slow: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _operands(slow: Callable[..., Any]) -> Callable[..., Any]:
-    """Both operands in the type of the result; of the shape of the result only by name, since NumPy spreads them out."""
+    """Both operands in the result's type, and of its shape by name only: NumPy spreads them out."""
 
     def operands(
         self: Any,
