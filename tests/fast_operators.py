@@ -48,6 +48,7 @@ def patch_operators() -> None:
         _patch(short, _operator, getattr(np, name), "if", truth=True)
     _patch("__getitem__", _getitem)
     _patch("to", _to)
+    tl.where = _where(tl.where)
     tl.minimum = _extreme(tl.minimum, np.minimum, np.fmin)
     tl.maximum = _extreme(tl.maximum, np.maximum, np.fmax)
 
@@ -60,6 +61,8 @@ def _operator(slow: Callable[..., Any], function: Any, kinds: str, truth: bool =
     def operator(self: Any, other: Any) -> Any:
         if type(other) is tl.constexpr:
             other = other.value
+        if type(other) is tl.tensor and self.dtype is not other.dtype and self.dtype.plain == other.dtype.plain == "i":
+            self, other = _as_wide(self, other), _as_wide(other, self)
         dtype = self.dtype
         data = _beside(dtype, other) if dtype.plain in kinds else None
         if data is None:
@@ -75,12 +78,16 @@ def _operator(slow: Callable[..., Any], function: Any, kinds: str, truth: bool =
     return operator
 
 
+def _as_wide(one: Any, other: Any) -> Any:
+    return one.to(tl.int64) if other.dtype is tl.int64 else one
+
+
 def _beside(dtype: Any, other: Any) -> Any:
     """What NumPy takes beside a tensor of `dtype`; None where it would not do as the interpreter does."""
     kind, plain = type(other), dtype.plain
     if kind is tl.tensor:
         if plain == "p" and other.dtype.plain == "i":
-            return dtype.element_ty.primitive_bitwidth // 8 * other.handle.data.astype(np.uint64)
+            return max(1, dtype.element_ty.primitive_bitwidth // 8) * other.handle.data.astype(np.uint64)
         return other.handle.data if other.dtype is dtype and plain != "p" else None
     if kind is int and plain in "if":
         return other if -(2**31) <= other < 2**31 else None
@@ -119,3 +126,19 @@ def _extreme(slow: Callable[..., Any], of_integers: Any, of_floats: Any) -> Call
         return (integers if x.dtype.plain == "i" else floats)(x, y)
 
     return extreme
+
+
+def _where(slow: Callable[..., Any]) -> Callable[..., Any]:
+    def where(condition: Any, x: Any, y: Any) -> Any:
+        x, y = (a.value if type(a) is tl.constexpr else a for a in (x, y))
+        dtype = x.dtype if type(x) is tl.tensor else getattr(y, "dtype", None)
+        if dtype is None or type(condition) is not tl.tensor or condition.dtype is not tl.int1:
+            return slow(condition, x, y)
+        operands = _beside(dtype, x), _beside(dtype, y)
+        if operands[0] is None or operands[1] is None:
+            return slow(condition, x, y)
+        data = np.where(condition.handle.data, *operands)
+        blocks = any(type(a) is tl.tensor and a.type.is_block() for a in (condition, x, y))
+        return tl.tensor(Handle(data, dtype), tl.block_type(dtype, data.shape) if blocks else dtype)
+
+    return where

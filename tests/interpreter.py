@@ -43,6 +43,7 @@ def speed_up() -> None:
         (Semantic, "computation_type_impl", lru_cache),
         (Semantic, "scalar_constant", _constant),
         (Semantic, "binary_op_type_checking_impl", _operands),
+        (Semantic, "broadcast_impl_value", _broadcast),
     ):
         setattr(owner, name, made(getattr(owner, name)))
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
@@ -185,6 +186,20 @@ def _operands(slow: Callable[..., Any]) -> Callable[..., Any]:
         return _called(lhs, shape), _called(rhs, shape)
 
     return operands
+
+
+def _broadcast(slow: Callable[..., Any]) -> Callable[..., Any]:
+    def broadcast(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        shape = _shape_of_both(lhs.type, rhs.type)
+        return _spread(lhs, shape), _spread(rhs, shape)
+
+    return broadcast
+
+
+def _spread(x: Any, shape: tuple[int, ...]) -> Any:
+    if not shape or x.handle.data.shape == shape:
+        return _called(x, shape)
+    return tl.tensor(Handle(np.broadcast_to(x.handle.data, shape), x.dtype), tl.block_type(x.dtype, shape))
 
 
 def _shape_of_both(one: Any, other: Any) -> tuple[int, ...]:

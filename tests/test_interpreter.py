@@ -63,8 +63,8 @@ def tensor(dtype: str, shape: tuple[int, ...], special: bool = True) -> Any:
     return tl.tensor(interpreter.TensorHandle(data, kind), tl.block_type(kind, list(shape)) if shape else kind)
 
 
-def pointer(shape: tuple[int, ...]) -> Any:
-    kind = tl.pointer_type(tl.float16)
+def pointer(dtype: str, shape: tuple[int, ...]) -> Any:
+    kind = tl.pointer_type(getattr(tl, dtype))
     data = np.arange(int(np.prod(shape)), dtype=np.uint64).reshape(shape or (1,)) + 4096
     return tl.tensor(interpreter.TensorHandle(data, kind), tl.block_type(kind, list(shape)) if shape else kind)
 
@@ -129,10 +129,12 @@ def of_functions() -> Found:
 
 def of_places() -> Found:
     found = {}
-    for one, other, dtype in itertools.product(SHAPES, SHAPES, ("int32", "int64", "uint8", "float32")):
-        found[f"pointer{one} + {dtype}{other}"] = described(operator.add, pointer(one), tensor(dtype, other))
-        found[f"{dtype}{other} + pointer{one}"] = described(operator.add, tensor(dtype, other), pointer(one))
-        found[f"pointer{one} - {dtype}{other}"] = described(operator.sub, pointer(one), tensor(dtype, other))
+    for to, one, other, dtype in itertools.product(("int1", "float16"), SHAPES, SHAPES, ("int32", "uint8", "float32")):
+        place, x = pointer(to, one), tensor(dtype, other)
+        found[f"pointer to {to}{one} + {dtype}{other}"] = described(operator.add, place, x)
+        found[f"{dtype}{other} + pointer to {to}{one}"] = described(operator.add, x, place)
+        found[f"pointer to {to}{one} - {dtype}{other}"] = described(operator.sub, place, x)
+        found[f"pointer to {to}{one} + 3"] = described(operator.add, place, 3)
     whole = slice(None)
     for shape, index in itertools.product(SHAPES, (None, (None, whole), (whole, None), (whole, whole, None), (whole,))):
         found[f"{shape}[{index}]"] = described(operator.getitem, tensor("float32", shape), index)
