@@ -31,7 +31,8 @@ test-compiled-newest: .venv-triton-$(NEWEST_TRITON)/ready
 
 # Triton's kernels in its interpreter: five minutes on 2 cores.
 test-interpreted: .venv-triton-$(NEWEST_TRITON)/ready
-	TRITON_INTERPRET=1 .venv-triton-$(NEWEST_TRITON)/bin/python -m pytest -n auto --dist worksteal -k "$(interpreted)"
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 .venv-triton-$(NEWEST_TRITON)/bin/python -m pytest -n auto --dist worksteal \
+	    -k "$(interpreted)"
 
 check: $(ready)
 	$(run)/ruff format --check
