@@ -42,10 +42,15 @@ def patch_operators() -> None:
     ):
         _patch(f"__{name}__", _operator, function, kinds)
         _patch(f"__r{name}__", _operator, lambda a, b, function=function: function(b, a), kinds.replace("p", ""))
-    for name in ("less", "less_equal", "greater", "greater_equal", "equal", "not_equal"):
-        short = "__" + name.replace("_equal", "e").replace("less", "l").replace("greater", "g") + "__"
-        short = {"__l__": "__lt__", "__g__": "__gt__", "__equal__": "__eq__", "__note__": "__ne__"}.get(short, short)
-        _patch(short, _operator, getattr(np, name), "if", truth=True)
+    for name, function in (
+        ("lt", np.less),
+        ("le", np.less_equal),
+        ("gt", np.greater),
+        ("ge", np.greater_equal),
+        ("eq", np.equal),
+        ("ne", np.not_equal),
+    ):
+        _patch(f"__{name}__", _operator, function, "if", truth=True)
     _patch("__getitem__", _getitem)
     _patch("to", _to)
     tl.where = _where(tl.where)

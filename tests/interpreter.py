@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from numbers import Number
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +19,6 @@ from fast_operators import patch_operators
 from triton.runtime import interpreter
 
 Handle = interpreter.TensorHandle
-Builder = interpreter.InterpreterBuilder
 Semantic = interpreter.TritonSemantic
 
 
@@ -35,14 +33,9 @@ def speed_up() -> None:
         (interpreter, "_convert_float", _convert_float),
         (tl.block_type, "__new__", _one_of_each),
         (tl.block_type, "__init__", _if_new),
-        (tl.block_type, "__eq__", _same),
         (tl.tensor, "__init__", _make_tensor),
         (Handle, "__init__", _make_handle),
-        (Builder, "binary_op", _binary_op),
         (Semantic, "arange", lru_cache),
-        (Semantic, "computation_type_impl", lru_cache),
-        (Semantic, "scalar_constant", _constant),
-        (Semantic, "binary_op_type_checking_impl", _operands),
         (Semantic, "broadcast_impl_value", _broadcast),
     ):
         setattr(owner, name, made(getattr(owner, name)))
@@ -106,10 +99,6 @@ def _if_new(slow: Callable[..., Any]) -> Callable[..., Any]:
     return init
 
 
-def _same(slow: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda one, other: one is other or slow(one, other)
-
-
 def _make_tensor(slow: Callable[..., Any]) -> Callable[..., Any]:
     def init(self: Any, handle: Any, made: Any) -> None:
         known = made.__dict__
@@ -132,62 +121,6 @@ def _make_handle(slow: Callable[..., Any]) -> Callable[..., Any]:
     return init
 
 
-def _binary_op(slow: Callable[..., Any]) -> Callable[..., Any]:
-    def binary_op(self: Any, lhs: Any, rhs: Any, op: Any) -> Any:
-        data = lhs.data
-        if data.dtype.kind == "b":
-            return slow(self, lhs, rhs, op)
-        result = op(data, rhs.data)
-        return Handle(result, lhs.dtype.scalar) if result.itemsize <= data.itemsize else slow(self, lhs, rhs, op)
-
-    return binary_op
-
-
-def _constant(slow: Callable[..., Any]) -> Callable[..., Any]:
-    @lru_cache(1000)
-    def known(self: Any, value: Any, dtype: Any, kind: type) -> Any:
-        return slow(self, value, dtype)
-
-    def constant(self: Any, value: Any, dtype: Any) -> Any:
-        # -0.0 equals 0.0.
-        return known(self, value, dtype, type(value)) if value else slow(self, value, dtype)
-
-    return constant
-
-
-def _operands(slow: Callable[..., Any]) -> Callable[..., Any]:
-    """Both operands in the result's type, and of its shape by name only: NumPy spreads them out."""
-
-    def operands(
-        self: Any,
-        lhs: Any,
-        rhs: Any,
-        allow_lhs_ptr: bool = False,
-        allow_rhs_ptr: bool = False,
-        arithmetic_check: bool = True,
-        div_or_mod: bool = False,
-    ) -> Any:
-        flags = allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
-        numbers = isinstance(lhs, Number), isinstance(rhs, Number)
-        if all(numbers) or not arithmetic_check:
-            return slow(self, lhs, rhs, *flags)
-        types = [self.to_tensor_type(x) if plain else x.dtype for x, plain in zip((lhs, rhs), numbers, strict=True)]
-        if types[0].is_ptr() or types[1].is_ptr():
-            self.check_ptr_type_impl(types[0], types[1], allow_lhs_ptr)
-            self.check_ptr_type_impl(types[1], types[0], allow_rhs_ptr)
-            lhs, rhs = self.to_tensor(lhs), self.to_tensor(rhs)
-        else:
-            common = self.computation_type_impl(types[0], numbers[0], types[1], numbers[1], div_or_mod)
-            if numbers[0] or types[0] is not common:
-                lhs = self._cast_to_computation_type(lhs, common)
-            if numbers[1] or types[1] is not common:
-                rhs = self._cast_to_computation_type(rhs, common)
-        shape = _shape_of_both(lhs.type, rhs.type)
-        return _called(lhs, shape), _called(rhs, shape)
-
-    return operands
-
-
 def _broadcast(slow: Callable[..., Any]) -> Callable[..., Any]:
     def broadcast(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
         shape = _shape_of_both(lhs.type, rhs.type)
@@ -197,8 +130,8 @@ def _broadcast(slow: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _spread(x: Any, shape: tuple[int, ...]) -> Any:
-    if not shape or x.handle.data.shape == shape:
-        return _called(x, shape)
+    if not shape or (x.type.is_block() and x.handle.data.shape == shape):
+        return x
     return tl.tensor(Handle(np.broadcast_to(x.handle.data, shape), x.dtype), tl.block_type(x.dtype, shape))
 
 
@@ -213,8 +146,3 @@ def _shape_of_both(one: Any, other: Any) -> tuple[int, ...]:
 
 def _mismatch(a: tuple[int, ...], b: tuple[int, ...]) -> int:
     raise ValueError(f"shapes {a} and {b} do not broadcast")
-
-
-def _called(x: Any, shape: tuple[int, ...]) -> Any:
-    named = tl.block_type(x.dtype, shape) if shape else x.dtype
-    return x if x.type is named else tl.tensor(x.handle, named)
