@@ -29,7 +29,7 @@ class Target:
 
     @property
     def interpreted(self) -> bool:
-        """Whether kernels run in Triton's interpreter, where each tile takes 10 ms and sizes have to be small."""
+        """Whether kernels run in Triton's interpreter, where each tile takes 2 ms and sizes have to be small."""
         return self.name == "triton" and self.device == "cpu"
 
 

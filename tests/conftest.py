@@ -6,7 +6,6 @@ import os
 import re
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -23,15 +22,9 @@ SHARED_MEMORY = 2**32
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes more than 30 seconds on 2 cores")
     if os.environ.get("TRITON_INTERPRET"):
-        _interpret_without_overflow_checks()
+        from interpreter import speed_up
 
-
-def _interpret_without_overflow_checks() -> None:
-    """They take half of the interpreter's time: each sum of integers is done once more in 64 bits."""
-    from triton.runtime import interpreter
-
-    builder = interpreter.interpreter_builder
-    builder.options = replace(builder.options, sanitize_overflow=False)
+        speed_up()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -213,7 +213,8 @@ def test_f11_neighbouring_query_heads_share_a_key_head(backend: Target, heads: i
 
 
 def test_f13_group_of_six(backend: Target, natural_tiles: None) -> None:
-    check(backend, dense(backend, Shape(2, 12, 1, 4096, 16, kv_heads=2)))
+    n_k = 500 if backend.interpreted else 4096
+    check(backend, dense(backend, Shape(2, 12, 1, n_k, 16, kv_heads=2)))
 
 
 def test_f17_each_packed_sequence_has_its_own_length(backend: Target) -> None:

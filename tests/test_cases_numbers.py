@@ -168,5 +168,5 @@ def test_c23_error_does_not_grow_with_the_number_of_parts(backend: Target, parts
 def test_c25_no_nan_in_a_hundred_repeats(backend: Target, natural_tiles: None) -> None:
     case = dense(backend, Shape(1, 4, 129, dim=256, kv_heads=1), torch.float16)
     first = check(backend, case, gradients=False)["out"]
-    for _ in range(99):
+    for _ in range(3 if backend.interpreted else 99):
         assert torch.equal(run(backend, case, gradients=False)["out"], first)

@@ -264,7 +264,7 @@ def test_deterministic_runs_are_bitwise_equal(backend: Target, make: Callable[..
         else dense(backend, Shape(2, 8, 130, 257, kv_heads=2), deterministic=True, bias=(1, 8, 1, 257), sinks=True)
     )
     first = run(backend, case)
-    for _ in range(3):
+    for _ in range(1 if backend.interpreted else 3):
         again = run(backend, case)
         assert all(torch.equal(first[name], again[name]) for name in first)
 
