@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from ioattn.backends.triton.kernels.tiles import EXACT, INF, INTERPRETED, device, rounded
+from ioattn.backends.triton.kernels.tiles import EXACT, INF, INTERPRETED, PTX, device, rounded
 
 FP16X3 = tl.constexpr("fp16x3")
 
@@ -122,8 +122,20 @@ def dot(a, b, acc, form: tl.constexpr):
     elif form.PRECISION == FP16X3:
         product = tl.dot(a, b, acc)
     else:
+        if form.PRECISION == "tf32":
+            a = nearest_tf32(a)
+            b = nearest_tf32(b)
         product = tl.dot(a, b, acc, input_precision=form.PRECISION)
     return product
+
+
+@device
+def nearest_tf32(x):
+    """Rounded to TF32: tensor cores cut off, which is up to twice as far, and always towards zero."""
+    if PTX:
+        x = tl.inline_asm_elementwise("cvt.rna.tf32.f32 $0, $1;", "=r,f", [x], tl.int32, True, 1)
+        x = x.to(tl.float32, bitcast=True)
+    return x
 
 
 @device
