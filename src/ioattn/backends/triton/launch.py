@@ -38,6 +38,7 @@ from ioattn.backends.triton.kernels.backward import bias_kernel, delta_kernel, k
 from ioattn.backends.triton.kernels.forward import forward_kernel
 from ioattn.backends.triton.kernels.repair import repair_forward_kernel, repair_key_value_kernel, repair_query_kernel
 from ioattn.backends.triton.kernels.tanh import tanh, tanh_of_scores
+from ioattn.backends.triton.totals import make_delta, sink_gradients, sink_weights
 from ioattn.compose import Formula, Function, fold
 from ioattn.launching import Arguments, on_device
 from ioattn.problem import Gradients, Problem, Tensors
@@ -133,13 +134,13 @@ def prepare_gradients(
         before(everything)
         if delta is None or totals is None:
             return
-        weights = _sink_weights(tensors.sinks, lse)
-        _make_delta(totals, delta, dlse, lse, weights)
+        weights = sink_weights(tensors.sinks, lse)
+        make_delta(totals, delta, dlse, lse, weights)
         bias_gradient(everything)
         if partial is not None and grads.dbias is not None:
             grads.dbias.copy_(partial.unflatten(0, (parts, -1)).sum(0))
         if grads.dsinks is not None:
-            grads.dsinks.copy_(_sink_gradients(weights, totals, problem.packed))
+            grads.dsinks.copy_(sink_gradients(weights, totals, problem.packed))
 
     return on_device(problem.device, run)
 
@@ -329,34 +330,6 @@ def _room_for_parts(dbias: Tensor | None, parts: int) -> Tensor | None:
     if dbias is None or parts == 1:
         return None
     return torch.empty((parts * dbias.shape[0], *dbias.shape[1:]), dtype=torch.float32, device=dbias.device)
-
-
-def _sink_weights(sinks: Tensor | None, lse: Tensor) -> Tensor:
-    """P of the sink, per head and query."""
-    if sinks is None:
-        return lse.new_zeros(())
-    return torch.where(lse == -torch.inf, 0, torch.exp(sinks.float()[:, None] - lse))
-
-
-def _sink_gradients(weights: Tensor, totals: Tensor, packed: bool) -> Tensor:
-    """The sink is one more key whose value is zero: dsink = P_sink * (0 - delta), over batch and queries."""
-    return -torch.where(weights == 0, 0, weights * totals).sum(-1 if packed else (0, -1))
-
-
-COARSE_LSE = 2.0**20
-"""From here on an LSE in float32 holds log(rowsum) to less than 1/16, and the weights of a row no longer sum to 1."""
-
-
-def _make_delta(totals: Tensor, delta: Tensor, dlse: Tensor | None, lse: Tensor, sink_weights: Tensor) -> None:
-    """Turn sums of dS over the keys into a better delta: for what sums dS over many queries, sinks and repeated biases.
-
-    delta was made of an output that may have been rounded to 16 bits, and its error has one sign for a whole row. The
-    sum of dS is sum(P dP) - delta * (1 - P_sink), and delta in full is sum(P dP) - dLSE.
-    """
-    totals += delta * (1 - sink_weights)
-    if dlse is not None:
-        totals -= dlse
-    torch.where(lse.abs() < COARSE_LSE, totals, delta, out=totals)
 
 
 def _repeats_nothing(problem: Problem) -> bool:
