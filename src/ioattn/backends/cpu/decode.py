@@ -14,14 +14,28 @@ from dataclasses import dataclass
 
 from ioattn.backends.cpu import packing
 from ioattn.backends.cpu.arguments import Sequence
-from ioattn.backends.cpu.ir import F32, I32, I64, Type, Value
+from ioattn.backends.cpu.ir import F32, I32, I64, Function, Type, Value
 from ioattn.backends.cpu.jit import Target
-from ioattn.backends.cpu.rows import STATE_WORDS, merge_row, row_scores, row_softmax, start_row
+from ioattn.backends.cpu.rows import (
+    KEYS,
+    STATE_WORDS,
+    add_values,
+    fetch_rows,
+    merge_row,
+    move_on,
+    row_scores,
+    row_softmax,
+    start_row,
+)
 from ioattn.backends.cpu.softmax import Recipe
+from ioattn.backends.cpu.tiles import SIZES
 from ioattn.backends.cpu.worker import Worker
 
 ROWS_AT_ONCE = (4, 1)
 """Queries whose scores are summed at once, so that a key that was read, and perhaps converted, serves all of them."""
+
+GROUP_BYTES = 4096
+"""Of k or v that are worked on at once, while the next as many are fetched: 2 and 8 KiB did no better."""
 
 
 def decode(target: Target, recipe: Recipe) -> str:
@@ -50,8 +64,10 @@ class _Decode(Worker):
         self.row_softmax = row_softmax(module, target, recipe)
         self.start_row = start_row(module, target)
         self.merge_row = merge_row(module, target, recipe.dtype)
-        self.accumulate = self.row_product("accumulate", lanes=self.row_type, streamed=True)
-        self.accumulate_guarded = self.row_product("accumulate_guarded", guard="a", lanes=self.row_type, streamed=True)
+        self.add_values = {n: add_values(module, target, n, self.row_type) for n in ROWS_AT_ONCE}
+        self.add_guarded = {n: add_values(module, target, n, self.row_type, guarded=True) for n in ROWS_AT_ONCE}
+        self.fetch_rows = fetch_rows(module)
+        self.move_on = move_on(module, target)
         self.find_nonfinite = packing.find_nonfinite(module, target, "find_nonfinite_in_words", self.row_type)
         self.unstage_out = packing.unstage(module, target, "unstage_out", recipe.dtype, how="divide")
 
@@ -65,7 +81,8 @@ class _Decode(Worker):
         self._pack_queries(seq, kv_head)
         state = self._state(pair, number)
         with f.loop(0, rows) as index:
-            f.call(self.start_row, state + index * self._row_bytes(), args.dim_v_padded)
+            block = self.scratch.acc + index * args.dim_v_padded * 4
+            f.call(self.start_row, state + index * self._row_bytes(), block, args.dim_v_padded)
         start, end = seq.key_range(f.constant(0), seq.len_q)
         blocks = (end - start + (args.block_keys - 1)) // args.block_keys
         chunk = (blocks + (args.chunks - 1)) // args.chunks * args.block_keys
@@ -107,16 +124,7 @@ class _Decode(Worker):
         rows, scores_row = args.group * seq.len_q, args.block_keys * 4
         with self._stretches(first, count) as (page, at, length):
             k, k_row = self._rows_of("k", seq, kv_head, page, first + at, length)
-            done: Value | int = 0
-            for n in ROWS_AT_ONCE:
-                stop = rows if n == 1 else rows - (rows - done) % n
-                with f.loop(done, stop, n) as index:
-                    q, scores = scratch.q_rows + index * args.dim_padded * 4, scratch.scores + index * scores_row
-                    f.call(
-                        self.row_scores[n], q, args.dim_padded * 4, k, k_row, length, args.dim_padded, scores + at * 4,
-                        scores_row,
-                    )  # fmt: skip
-                done = stop
+            self._score(k, k_row, (at, length), rows)
         self._show_before_tree(seq, first, count)
         with f.loop(0, rows) as index:
             row, scores = self._row(seq, kv_head, index), scratch.scores + index * scores_row
@@ -127,19 +135,67 @@ class _Decode(Worker):
         partial = (first < full_first) | (first + count > full_end) | int(self.recipe.mask and not self.recipe.tree)
         with self._stretches(first, count) as (page, at, length):
             v, v_row = self._rows_of("v", seq, kv_head, page, first + at, length)
-            accumulate = (
-                scratch.scores + at * 4, scores_row, v, v_row, state + STATE_WORDS * 4, self._row_bytes(), rows,
-                length, args.dim_v_padded // self.target.lanes,
-            )  # fmt: skip
             scratch.found.store(f.constant(0))
             with f.when(partial):
                 words = args.dim_v if self.row_type == "fp32" else args.dim_v // 2
                 f.call(self.find_nonfinite, v, v_row, length, words, scratch.found)
             guarded = scratch.found.load(I64).differs(0)
             with f.when(guarded):
-                f.call(self.accumulate_guarded, *accumulate)
+                self._add(self.add_guarded, (v, v_row), at, length, rows)
             with f.unless(guarded):
-                f.call(self.accumulate, *accumulate)
+                self._add(self.add_values, (v, v_row), at, length, rows)
+        with f.loop(0, rows) as index:
+            block = scratch.acc + index * args.dim_v_padded * 4
+            f.call(self.move_on, state + index * self._row_bytes(), block, args.dim_v_padded)
+
+    def _score(self, k: Value, k_row: Value, keys: tuple[Value, Value], rows: Value) -> None:
+        """Scores of all queries, from number `keys[0]` on, against `keys[1]` rows of k."""
+        f, args, scratch, (at, count) = self.f, self.args, self.scratch, keys
+        scores_row, q_row, step = args.block_keys * 4, args.dim_padded * 4, self._group(args.dim_padded)
+        with f.loop(0, count, step) as start:
+            rest = count - (start + step)
+            f.call(
+                self.fetch_rows, k + (start + step) * k_row, k_row, f.smallest(rest, step),
+                args.dim_padded * SIZES[self.row_type],
+            )  # fmt: skip
+            for index, n in self._rows_at_once(rows):
+                f.call(
+                    self.row_scores[n], scratch.q_rows + index * q_row, q_row, k + start * k_row, k_row,
+                    f.smallest(count - start, step), args.dim_padded,
+                    scratch.scores + (index * scores_row + (at + start) * 4), scores_row,
+                )  # fmt: skip
+
+    def _add(self, kernels: dict[int, Function], v: tuple[Value, Value], at: Value, count: Value, rows: Value) -> None:
+        """The block's sums of all queries += their weights, from number `at` on, times `count` rows of v."""
+        f, args, scratch, (first, v_row) = self.f, self.args, self.scratch, v
+        scores_row, acc_row = args.block_keys * 4, args.dim_v_padded * 4
+        step = self._group(args.dim_v_padded)
+        with f.loop(0, count, step) as start:
+            number = f.smallest(count - start, step)
+            here, there = (first + key * v_row for key in (start, f.smallest(start + step, count)))
+            with f.when(rows < ROWS_AT_ONCE[0]):
+                size = args.dim_v_padded * SIZES[self.row_type]
+                f.call(self.fetch_rows, there, v_row, f.smallest(count - start - step, step), size)
+            for index, n in self._rows_at_once(rows):
+                f.call(
+                    kernels[n], scratch.scores + (index * scores_row + (at + start) * 4), scores_row, here, v_row,
+                    number, scratch.acc + index * acc_row, acc_row, args.dim_v_padded // self.target.lanes,
+                    f.select(index.equals(0), there, here),
+                )  # fmt: skip
+
+    def _rows_at_once(self, rows: Value) -> Iterator[tuple[Value, int]]:
+        """A loop over the queries in fours, then one over what is left: the first of each step, how many."""
+        done: Value | int = 0
+        for n in ROWS_AT_ONCE:
+            stop = rows if n == 1 else rows - (rows - done) % n
+            with self.f.loop(done, stop, n) as index:
+                yield index, n
+            done = stop
+
+    def _group(self, words: Value) -> Value:
+        """How many rows of k or v are read at once."""
+        f = self.f
+        return f.largest(f.constant(GROUP_BYTES) // (words * SIZES[self.row_type]), KEYS)
 
     @contextmanager
     def _stretches(self, first: Value, count: Value) -> Iterator[tuple[Value, Value, Value]]:
@@ -201,7 +257,7 @@ class _Decode(Worker):
         place = row.query - first
         last = f.smallest(seq.hi + place, count - 1)
         f.call(
-            self.row_softmax, scores, count, state, args.dim_v_padded, seq.lo + place, last,
+            self.row_softmax, scores, count, state, seq.lo + place, last,
             place + seq.len_k - seq.len_q, args.softcap, slope, scratch.bias_rows, scratch.mask_rows,
         )  # fmt: skip
 

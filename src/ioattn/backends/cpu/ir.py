@@ -358,6 +358,11 @@ class Function:
         """Add to a counter that threads share and return what it held before."""
         return self.emit(I64, f"atomicrmw add ptr {counter.name}, i64 {by} {ordering}")
 
+    def prefetch(self, place: Value) -> None:
+        """Ask for the cache line at an address, which need not be one of the program's."""
+        self.module.declare("void", "llvm.prefetch.p0", "ptr, i32, i32, i32")
+        self.line(f"call void @llvm.prefetch.p0(ptr {place.name}, i32 0, i32 3, i32 1)")
+
     def call(self, callee: Function, *arguments: Operand) -> None:
         """Call a function of this module."""
         values = [self.constant(x, kind) for x, kind in zip(arguments, callee._types, strict=True)]
@@ -378,6 +383,15 @@ class Function:
         yield index
         counter.value = index + step
         self.line(f"br label %{head}\n{done}:")
+
+    def unrolled(self, stop: Value, times: int) -> Iterator[Value]:
+        """A loop over `range(stop)` in steps of `times`, then one over what is left, for a block without yields."""
+        whole = stop - stop % times
+        with self.loop(0, whole, times) as index:
+            for i in range(times):
+                yield index + i
+        with self.loop(whole, stop) as index:
+            yield index
 
     @contextmanager
     def when(self, condition: Value) -> Iterator[None]:

@@ -47,22 +47,13 @@ def widest(target: Target) -> int:
     return max(_TILES[target.lanes])
 
 
-_ROW_TILES = {16: ((2, 8), (4, 4), (4, 2), (4, 1)), 8: ((2, 4), (4, 2), (4, 1)), 4: ((2, 8), (4, 4), (4, 2), (4, 1))}
-
-
-def row_tiles(target: Target) -> list[Tile]:
-    """Register tiles for rows that come from memory, widest first: whole rows where registers hold them."""
-    return [Tile(*sizes) for sizes in _ROW_TILES[target.lanes]]
-
-
 class Layout(NamedTuple):
-    """Strides in bytes that are known when the kernel is built, None is a run-time argument; and the type of B."""
+    """Strides in bytes that are known when the kernel is built; None is a run-time argument."""
 
     a_row: int | None = None
     a_step: int | None = None
     b_step: int | None = None
     c_row: int | None = None
-    lanes: str = "fp32"
 
 
 def read(f: Function, place: Value, dtype: str, lanes: int = 0) -> Value:
@@ -104,13 +95,12 @@ class _Product:
 
     def __init__(self, f: Function, target: Target, layout: Layout, start: str, paired: bool, guard: str):
         self.f, self.start, self.paired, self.guard = f, start, paired, guard
-        self.lanes = layout.lanes
         self.vector = Type("float", target.lanes)
         self.size = 4 * target.lanes
         args = f.args
         self.a_row, self.a_step, self.b_step, self.c_row = (
             run_time if known is None else f.constant(known)
-            for known, run_time in zip(layout[:4], (args.a_row, args.a_step, args.b_step, args.c_row), strict=True)
+            for known, run_time in zip(layout, (args.a_row, args.a_step, args.b_step, args.c_row), strict=True)
         )
 
     def tile(self, row: Value, tile: Tile) -> None:
@@ -130,8 +120,7 @@ class _Product:
 
     def _step(self, a: Variable, b: Variable, acc: list[Variable], tile: Tile) -> None:
         f, a_at, b_at = self.f, a.value, b.value
-        step = SIZES[self.lanes] * self.vector.lanes
-        lanes = [read(f, b_at + v * step, self.lanes, self.vector.lanes) for v in range(tile.vectors)]
+        lanes = [(b_at + v * self.size).load(self.vector) for v in range(tile.vectors)]
         for r in range(tile.rows):
             broadcast = f.constant((a_at + self.a_row * r).load(F32), self.vector)
             for v in range(tile.vectors):

@@ -12,7 +12,7 @@ from ioattn.backends.cpu.arguments import Arguments, Scratch, Sequence, clamped
 from ioattn.backends.cpu.ir import F32, I64, Function, Module, Type, Value
 from ioattn.backends.cpu.jit import ENTRY, Target
 from ioattn.backends.cpu.softmax import UNBOUNDED, Recipe
-from ioattn.backends.cpu.tiles import SIZES, Layout, product, row_tiles, tile_of, widest
+from ioattn.backends.cpu.tiles import Layout, product, tile_of, widest
 
 
 class Panel(NamedTuple):
@@ -81,31 +81,23 @@ class Worker:
             self.module, self.target, name, tile, layout, start=start, paired=self.recipe.paired, guard=guard
         )
 
-    def row_product(
-        self, name: str, weights_row: int | None = None, guard: str = "", lanes: str = "fp32", streamed: bool = False
-    ) -> Function:
-        """acc[row] += weights[row][depth] rows[depth]: lanes are columns of the head dimension, of type `lanes`.
-
-        `streamed` rows come from memory, and are read in its order as far as registers allow.
-        """
+    def row_product(self, name: str, weights_row: int | None = None, guard: str = "") -> Function:
+        """acc[row] += weights[row][depth] rows[depth]: lanes are columns of the head dimension."""
         module, target, paired = self.module, self.target, self.recipe.paired
         arguments = (
             "ptr weights, i64 weights_row, ptr rows, i64 row, ptr acc, i64 acc_row, i64 count, i64 depth, i64 vectors"
         )
         f = module.function(name, arguments)
         a, size = f.args, 4 * target.lanes
-        layout = Layout(a_row=weights_row, a_step=4, lanes=lanes)
-        step = SIZES[lanes] * target.lanes
+        layout = Layout(a_row=weights_row, a_step=4)
         first: Value | int = 0
-        for tile in (
-            row_tiles(target) if streamed else [tile_of(target, n) for n in sorted({widest(target), 2, 1})[::-1]]
-        ):
-            vectors = tile.vectors
+        for vectors in sorted({widest(target), 2, 1}, reverse=True):
+            tile = tile_of(target, vectors)
             one = product(module, target, f"{name}_{vectors}", tile, layout, start="add", paired=paired, guard=guard)
             end = a.vectors - (a.vectors - first) % vectors
             with f.loop(first, end, vectors) as at:
                 f.call(
-                    one, a.weights, a.weights_row, 0, a.rows + at * step, a.row, a.acc + at * size, a.acc_row, a.count,
+                    one, a.weights, a.weights_row, 0, a.rows + at * size, a.row, a.acc + at * size, a.acc_row, a.count,
                     a.depth, a.acc,
                 )  # fmt: skip
             first = end
