@@ -1,4 +1,4 @@
-"""Times decoding over a key/value cache on this GPU, against FA3's package and torch's backends, in TB/s of K and V.
+"""Times decoding over a key/value cache on this GPU against FA3, FlashInfer and torch's backends, in TB/s of K and V.
 
     python benchmarks/decode.py [--only B16] [--tiles] [--csv decode.csv] [--milliseconds 120]
 
@@ -16,6 +16,7 @@ import argparse
 import csv
 import datetime
 import importlib
+import importlib.util
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -44,6 +45,9 @@ QUEUED = 5
 
 PAUSE_CYCLES = 1_000_000
 """Of the device's clock, 0.5 ms at 2 GHz: in that time the host queues them."""
+
+PAGE = 64
+"""Rows of a page where FlashInfer reads a contiguous cache."""
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -225,8 +229,8 @@ def candidates(case: Case, example: CacheTensors) -> Iterator[tuple[str, Call]]:
         yield f"chosen tiles, combined late /{best}", candidate(case, example, chosen, best, early=False)
 
 
-def peers(case: Case) -> Iterator[tuple[str, Call]]:
-    """Whoever takes the case: cuDNN and FA2 through torch over contiguous caches, FA3 through its package."""
+def peers(case: Case, example: CacheTensors) -> Iterator[tuple[str, Call]]:
+    """Whoever takes the case: cuDNN and FA2 through torch and FA3 over contiguous caches, and FlashInfer."""
     grouped = case.heads != case.kv_heads
 
     def sdpa(backend: SDPBackend) -> Call:
@@ -243,7 +247,10 @@ def peers(case: Case) -> Iterator[tuple[str, Call]]:
             yield "cudnn", sdpa(SDPBackend.CUDNN_ATTENTION)
             yield "fa2", sdpa(SDPBackend.FLASH_ATTENTION)
     if case.dtype != "fp32":
-        yield "fa3", fa3
+        if case.page is None:
+            yield "fa3", fa3
+        if importlib.util.find_spec("flashinfer") is not None:
+            yield "flashinfer", flashinfer(case, example)
 
 
 def fa3(tensors: CacheTensors) -> Tensor:
@@ -253,10 +260,54 @@ def fa3(tensors: CacheTensors) -> Tensor:
         tensors.k_cache.transpose(1, 2),
         tensors.v_cache.transpose(1, 2),
         cache_seqlens=tensors.cache_seqlens,
-        page_table=tensors.block_table,
         causal=True,
     )
     return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+
+def flashinfer(case: Case, example: CacheTensors) -> Call:
+    """FlashInfer's kernels for tensor cores, planned once, as a server does for all layers of a step.
+
+    Its work is split at pages: a contiguous cache is given to it as pages of 64 rows.
+    """
+    package: Any = importlib.import_module("flashinfer")
+    page = case.page or PAGE
+    pages = case.keys // page
+    make: dict[str, Any] = {"dtype": torch.int32, "device": "cuda"}
+    first = torch.arange(case.batch, **make)[:, None] * (pages if case.rows_first else pages * case.kv_heads)
+    table = first + torch.arange(pages, **make) if example.block_table is None else example.block_table
+    starts, full = torch.arange(case.batch + 1, **make), torch.full((case.batch,), page, **make)
+    workspace = torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda")
+    shape = (case.heads, case.kv_heads, case.dim, page)
+    types = {"q_data_type": DTYPES[case.dtype], "kv_data_type": DTYPES[case.dtype]}
+    layout = "NHD" if case.rows_first else "HND"
+    if case.n_q == 1:
+        wrapper = package.BatchDecodeWithPagedKVCacheWrapper(workspace, layout, use_tensor_cores=True)
+        wrapper.plan(starts * pages, table.flatten(), full, *shape, **types)
+    else:
+        wrapper = package.BatchPrefillWithPagedKVCacheWrapper(workspace, layout, backend="fa2")
+        wrapper.plan(
+            starts * case.n_q, starts * pages, table.flatten(), full, *shape, causal=True, **types
+        )  # fmt: skip
+
+    def call(tensors: CacheTensors) -> Tensor:
+        rows = tensors.q.transpose(1, 2).reshape(-1, case.heads, case.dim)
+        out: Tensor = wrapper.run(rows, tuple(paged(case, cache) for cache in (tensors.k_cache, tensors.v_cache)))
+        return out.view(case.batch, case.n_q, case.heads, case.dim).transpose(1, 2)
+
+    return call
+
+
+def paged(case: Case, cache: Tensor) -> Tensor:
+    """A cache as FlashInfer takes it: pages, heads and rows, or rows and heads."""
+    if case.rows_first:
+        rows = cache.transpose(1, 2)
+        return rows if case.page else rows.reshape(-1, PAGE, case.kv_heads, case.dim)
+    if case.page:
+        return cache
+    count = cache.shape[0] * case.kv_heads * (case.keys // PAGE) - (case.kv_heads - 1) * (case.keys // PAGE)
+    size = (count, case.kv_heads, PAGE, case.dim)
+    return cache.as_strided(size, (PAGE * case.dim, case.keys * case.dim, case.dim, 1))
 
 
 def check(work: Workload, call: Call) -> float:
@@ -346,7 +397,7 @@ def report(case: Case, name: str, timing: tuple[float, float], error: float, row
 def implementations(case: Case, example: CacheTensors, tiles: bool) -> Iterator[tuple[str, Call]]:
     """Ours, the peers, and if wanted the candidates."""
     yield "ioattn:triton", ours
-    yield from peers(case)
+    yield from peers(case, example)
     if tiles and case in TUNED:
         yield from candidates(case, example)
 
