@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ioattn.backends.cpu import packing
 from ioattn.backends.cpu.arguments import Sequence
@@ -53,6 +54,13 @@ class _Row:
     index: Value
 
 
+class _Rows(NamedTuple):
+    """Rows of k or v: where the first lies, and their distance in bytes."""
+
+    first: Value
+    step: Value
+
+
 class _Decode(Worker):
     """Builds the worker; a method per step of a task."""
 
@@ -78,6 +86,7 @@ class _Decode(Worker):
         kv_heads = args.heads // args.group
         seq, kv_head = Sequence(args, pair // kv_heads), pair % kv_heads
         rows = args.group * seq.len_q
+        self.group = [self._group(words) for words in (args.dim_padded, args.dim_v_padded)]
         self._pack_queries(seq, kv_head)
         state = self._state(pair, number)
         with f.loop(0, rows) as index:
@@ -88,6 +97,8 @@ class _Decode(Worker):
         chunk = (blocks + (args.chunks - 1)) // args.chunks * args.block_keys
         first = start + number * chunk
         last = f.smallest(end, first + chunk)
+        if self.recipe.paged:
+            self.last_page = f.largest(last - 1, 0) // args.page
         with f.loop(first, last, args.block_keys) as k_first:
             self._block(seq, kv_head, state, (k_first, last))
         finished = f.fetch_add(args.partial + pair * 64, 1, "acq_rel")
@@ -123,8 +134,8 @@ class _Decode(Worker):
         count = f.smallest(last - first, args.block_keys)
         rows, scores_row = args.group * seq.len_q, args.block_keys * 4
         with self._stretches(first, count) as (page, at, length):
-            k, k_row = self._rows_of("k", seq, kv_head, page, first + at, length)
-            self._score(k, k_row, (at, length), rows)
+            k = self._rows_of("k", seq, kv_head, page, first + at, length)
+            self._score(k, self._page_after("k", seq, kv_head, page), (at, length), rows)
         self._show_before_tree(seq, first, count)
         with f.loop(0, rows) as index:
             row, scores = self._row(seq, kv_head, index), scratch.scores + index * scores_row
@@ -134,54 +145,62 @@ class _Decode(Worker):
             full_end = f.smallest(full_end, seq.len_k - seq.len_q)
         partial = (first < full_first) | (first + count > full_end) | int(self.recipe.mask and not self.recipe.tree)
         with self._stretches(first, count) as (page, at, length):
-            v, v_row = self._rows_of("v", seq, kv_head, page, first + at, length)
+            v = self._rows_of("v", seq, kv_head, page, first + at, length)
+            beyond = self._page_after("v", seq, kv_head, page)
             scratch.found.store(f.constant(0))
             with f.when(partial):
                 words = args.dim_v if self.row_type == "fp32" else args.dim_v // 2
-                f.call(self.find_nonfinite, v, v_row, length, words, scratch.found)
+                f.call(self.find_nonfinite, *v, length, words, scratch.found)
             guarded = scratch.found.load(I64).differs(0)
             with f.when(guarded):
-                self._add(self.add_guarded, (v, v_row), at, length, rows)
+                self._add(self.add_guarded, v, beyond, (at, length), rows)
             with f.unless(guarded):
-                self._add(self.add_values, (v, v_row), at, length, rows)
+                self._add(self.add_values, v, beyond, (at, length), rows)
         with f.loop(0, rows) as index:
             block = scratch.acc + index * args.dim_v_padded * 4
             f.call(self.move_on, state + index * self._row_bytes(), block, args.dim_v_padded)
 
-    def _score(self, k: Value, k_row: Value, keys: tuple[Value, Value], rows: Value) -> None:
+    def _score(self, k: _Rows, beyond: Value | None, keys: tuple[Value, Value], rows: Value) -> None:
         """Scores of all queries, from number `keys[0]` on, against `keys[1]` rows of k."""
         f, args, scratch, (at, count) = self.f, self.args, self.scratch, keys
-        scores_row, q_row, step = args.block_keys * 4, args.dim_padded * 4, self._group(args.dim_padded)
+        scores_row, q_row, step = args.block_keys * 4, args.dim_padded * 4, self.group[0]
         with f.loop(0, count, step) as start:
-            rest = count - (start + step)
-            f.call(
-                self.fetch_rows, k + (start + step) * k_row, k_row, f.smallest(rest, step),
-                args.dim_padded * SIZES[self.row_type],
-            )  # fmt: skip
+            there, number = self._next_group(k, beyond, start + step, step, count)
+            f.call(self.fetch_rows, there, k.step, number, args.dim_padded * SIZES[self.row_type])
             for index, n in self._rows_at_once(rows):
                 f.call(
-                    self.row_scores[n], scratch.q_rows + index * q_row, q_row, k + start * k_row, k_row,
+                    self.row_scores[n], scratch.q_rows + index * q_row, q_row, k.first + start * k.step, k.step,
                     f.smallest(count - start, step), args.dim_padded,
                     scratch.scores + (index * scores_row + (at + start) * 4), scores_row,
                 )  # fmt: skip
 
-    def _add(self, kernels: dict[int, Function], v: tuple[Value, Value], at: Value, count: Value, rows: Value) -> None:
-        """The block's sums of all queries += their weights, from number `at` on, times `count` rows of v."""
-        f, args, scratch, (first, v_row) = self.f, self.args, self.scratch, v
-        scores_row, acc_row = args.block_keys * 4, args.dim_v_padded * 4
-        step = self._group(args.dim_v_padded)
+    def _add(
+        self, kernels: dict[int, Function], v: _Rows, beyond: Value | None, keys: tuple[Value, Value], rows: Value
+    ) -> None:
+        """The block's sums of all queries += their weights, from number `keys[0]` on, times `keys[1]` rows of v."""
+        f, args, scratch, (at, count) = self.f, self.args, self.scratch, keys
+        scores_row, acc_row, step = args.block_keys * 4, args.dim_v_padded * 4, self.group[1]
         with f.loop(0, count, step) as start:
-            number = f.smallest(count - start, step)
-            here, there = (first + key * v_row for key in (start, f.smallest(start + step, count)))
+            here = v.first + start * v.step
+            there, number = self._next_group(v, beyond, start + step, step, count)
             with f.when(rows < ROWS_AT_ONCE[0]):
-                size = args.dim_v_padded * SIZES[self.row_type]
-                f.call(self.fetch_rows, there, v_row, f.smallest(count - start - step, step), size)
+                f.call(self.fetch_rows, there, v.step, number, args.dim_v_padded * SIZES[self.row_type])
             for index, n in self._rows_at_once(rows):
                 f.call(
-                    kernels[n], scratch.scores + (index * scores_row + (at + start) * 4), scores_row, here, v_row,
-                    number, scratch.acc + index * acc_row, acc_row, args.dim_v_padded // self.target.lanes,
-                    f.select(index.equals(0), there, here),
+                    kernels[n], scratch.scores + (index * scores_row + (at + start) * 4), scores_row, here, v.step,
+                    f.smallest(count - start, step), scratch.acc + index * acc_row, acc_row,
+                    args.dim_v_padded // self.target.lanes, f.select(index.equals(0), there, here),
                 )  # fmt: skip
+
+    def _next_group(
+        self, rows: _Rows, beyond: Value | None, start: Value, step: Value, count: Value
+    ) -> tuple[Value, Value]:
+        """Where the rows to fetch lie, and how many they are: the group from `start` on, or the first of next page."""
+        f, place, number = self.f, rows.first + start * rows.step, self.f.smallest(count - start, step)
+        if beyond is None:
+            return place, number
+        inside = start < count
+        return f.select(inside, place, beyond), f.select(inside, number, f.smallest(step, self.args.page))
 
     def _rows_at_once(self, rows: Value) -> Iterator[tuple[Value, int]]:
         """A loop over the queries in fours, then one over what is left: the first of each step, how many."""
@@ -208,12 +227,19 @@ class _Decode(Worker):
             start = f.largest(page * args.page, first)
             yield page, start - first, f.smallest((page + 1) * args.page, first + count) - start
 
-    def _rows_of(
-        self, name: str, seq: Sequence, kv_head: Value, page: Value, first: Value, count: Value
-    ) -> tuple[Value, Value]:
-        """Where rows of k or v lie that are all in one page, and their distance; copies where they must be staged."""
+    def _rows_of(self, name: str, seq: Sequence, kv_head: Value, page: Value, first: Value, count: Value) -> _Rows:
+        """Rows of k or v that are all in one page; copies where they must be staged."""
         src = self._place(name, seq, kv_head, page, first)
-        return self.stage_keys(name, src, count) if self.recipe.staged else (src, getattr(self.args, f"{name}_row"))
+        return _Rows(
+            *self.stage_keys(name, src, count) if self.recipe.staged else (src, getattr(self.args, f"{name}_row"))
+        )
+
+    def _page_after(self, name: str, seq: Sequence, kv_head: Value, page: Value) -> Value | None:
+        """Where the next page's first row lies, or the last one's after it; None without pages."""
+        if not self.recipe.paged or self.recipe.staged:
+            return None
+        following = self.f.smallest(page + 1, self.last_page)
+        return self._place(name, seq, kv_head, following, following * self.args.page)
 
     def _place(self, name: str, seq: Sequence, kv_head: Value, page: Value, first: Value) -> Value:
         """Where a row of k or v lies."""
