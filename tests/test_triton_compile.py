@@ -98,7 +98,7 @@ def kernels(
     room = halves.room_for(problem, halves.wanted((*forward, *steps)), tensors, out)
     given = launch.forward_arguments(problem, tensors, out, lse, room._replace(dout=None))
     totals = lse if problem.sinks or dbias is not None else None
-    others = (out, lse, out, None, lse, totals, None)
+    others = (out, lse, out, None, totals, None, *launch.rows_for(problem, lse))
     given += launch.backward_arguments(problem, tensors, grads, others, room, steps)
     for name, group, arguments in zip((*forward._fields, *steps._fields), (*forward, *steps), given, strict=True):
         for prepared in group:

@@ -208,12 +208,14 @@ def repair_dq(dq, q_start, task, upstream, form: tl.constexpr, step: tl.constexp
     """Overwrite one tile of `dq`."""
     queries = load_seeing_queries(task, upstream, q_start, form)
     dq_tile = zeros_for(form.Q)
-    total = tl.zeros((form.Q.ROWS,), tl.float32)
+    sums = tl.zeros((form.Q.ROWS,), tl.float32)
     ranges = every_tile(key_ranges(q_start, task, form), form.K.ROWS)
     for edge in range(ranges.edges):
         keys = load_keys(task, edge_start(edge, ranges, form.K.ROWS), form, EDGE)
         words = words_at(q_start, keys.start, task, form, EDGE)
-        dq_tile, total = add_keys(dq_tile, total, queries, keys, words, task, None, None, form, step, dstep, EXACT)
+        dq_tile, sums, _ = add_keys(
+            dq_tile, sums, sums, queries, keys, words, task, None, None, form, step, dstep, EXACT
+        )
     for edge in range(ranges.edges):
         keys = load_keys(task, edge_start(edge, ranges, form.K.ROWS), form, EDGE)
         dq_tile = add_special_keys(dq_tile, q_start, keys, task, form)
