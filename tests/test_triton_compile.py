@@ -291,6 +291,19 @@ def test_float32_products_are_rounded_to_tf32_on_request_only(sm: int, precision
         assert all(("TF32" in i) == (precision == "tf32") for i in products), kernel
 
 
+def test_pieces_of_halves_are_added_outside_of_the_tensor_cores() -> None:
+    """Which cut off what does not fit in a sum. Triton makes one chain of a sum of products where it sees one."""
+    names = set()
+    for kernel in kernels(90, torch.float32, 128):
+        if kernel.prepared.tiles.precision == config.FP16X3:
+            sums = re.findall(r"= tt\.dot %\S+, %\S+, (%\w+)", compile_for(90, kernel).asm["ttir"])
+            started = [x for x in sums if x.startswith("%cst")]
+            # Two pieces, each of three products.
+            assert len(sums) == 3 * len(started) > 0, kernel
+            names.add(kernel.name)
+    assert names == {"forward_kernel", "key_value_kernel", "query_kernel"}
+
+
 PACKED = {"cu_seqlens_q": empty(9, dtype=torch.int32), "cu_seqlens_k": empty(9, dtype=torch.int32)}
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -264,6 +264,13 @@ def correction_of(sums, queries, task):
 
 
 @device
+def parts_of(factor):
+    """The power of two, and the correction close to 1 that dQ's kernel multiplied it with."""
+    power = (factor.to(tl.int32, bitcast=True) + 0x400000 & 0x7F800000).to(tl.float32, bitcast=True)
+    return power, factor / power
+
+
+@device
 def add_keys(
     dq_tile,
     total,
