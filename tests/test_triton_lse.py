@@ -22,7 +22,7 @@ def device(backend: Target) -> str:
 
 
 class Attention:
-    """16 queries and 4096 keys: an LSE between 8 and 16, where neighbours among the float32 numbers are 9.5e-7 apart."""
+    """Of 16 queries and 4096 keys: an LSE between 8 and 16, where float32 numbers are 9.5e-7 apart."""
 
     def __init__(self, device: str, sink: float | None = None) -> None:
         q, self.dout = torch.randn(2, 1, 1, 16, 16, device=device).unbind()
