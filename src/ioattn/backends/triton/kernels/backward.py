@@ -295,7 +295,8 @@ def add_keys(
     weights = weights_at(product, distance, operands, queries, task, form, step)
     if form.SPLIT:
         sums += tl.sum(keep(margin_at(pairs, task, KIND), mask, weights, 0.0), 1)
-    dscores = keep(margin_at(pairs, task, KIND), mask, dscores_of(weights, queries, keys, task, form), 0.0)
+    dscores = dscores_of(weights, queries, keys, task, form)
+    dscores = keep(margin_at(pairs, task, KIND), mask, dscores, 0.0)
     if dbias is not None:
         pointers = (
             row_at(dbias, task.seq.batch, task.head, pairs.row.to(tl.int64)) + pairs.col.to(tl.int64) * dbias.column
@@ -383,4 +384,5 @@ def dscores_at(queries, keys, task, form: tl.constexpr, step: tl.constexpr):
     mask = mask_at(pairs, words, task, form)
     product = multiply(queries.q, keys.k, form)
     weights = weights_at(product, distance_at(pairs, task), operands, queries, task, form, step)
-    return keep(margin_at(pairs, task, EDGE), mask, dscores_of(weights, queries, keys, task, form), 0.0)
+    dscores = dscores_of(weights, queries, keys, task, form)
+    return keep(margin_at(pairs, task, EDGE), mask, dscores, 0.0)
