@@ -227,8 +227,8 @@ TILES_ARE_FOR_THIS_TRITON = triton.__version__.startswith("3.6.")
 KNOWN_SPILLS = {
     ("bf16 D128", 90, "query_kernel"): 20,
     ("fp32 D64", 90, "forward_kernel"): 25,
-    # With bf16x6, for what does not fit in halves; 19 before those came.
-    ("fp32 D64", 90, "key_value_kernel"): 17,
+    # With bf16x6, for what does not fit in halves, at edges; 17 without a factor of the LSE, 1 between the edges.
+    ("fp32 D64", 90, "key_value_kernel"): 20,
 }
 
 WITHOUT_PRODUCTS = ("delta_kernel", "measure_kernel", "split_kernel")
