@@ -75,6 +75,17 @@ def test_an_lse_of_more_keys_than_these_is_taken_as_it_is(device: str) -> None:
     assert max(errors) < 2.5e-7, errors
 
 
+@pytest.mark.parametrize("lse", [1e4, 1e7, 1e30])
+def test_rows_without_weight_have_no_gradient(device: str, lse: float) -> None:
+    """However coarse their LSE is: weights that sum to 0 are not made to sum to 1."""
+    attention = Attention(device)
+    tensors, rows = attention.tensors, torch.full((1, 1, 16), lse, device=device)
+    given = (tensors, attention.out.float()[None, None], rows, attention.dout, None)
+    grads = Gradients(*map(torch.empty_like, tensors[:3]))
+    launch.prepare_gradients(attention.problem, *given, grads)(*given, grads)
+    assert not any(x.any() for x in grads[:3])
+
+
 def test_the_lse_in_two_parts(device: str) -> None:
     """A power of two, and what is left and small; the LSE itself where a weight could overflow, and for NaN and inf."""
     special = [-torch.inf, torch.inf, torch.nan, 64.0, -64.0, 1e4, -1e30, 0.0]

@@ -260,7 +260,8 @@ def correction_of(sums, queries, task):
         sink = tl.load(task.inputs.sinks + task.head).to(tl.float32)
         sums += tl.exp2((sink - queries.lse) * LOG2E) * queries.factor
     lse = queries.lse - tl.log(queries.factor)
-    return tl.where(tl.abs(sums - 1.0) <= 4.8e-7 * (tl.abs(lse) + 4.0), 1.0 / sums, 1.0)
+    rounding = tl.minimum(4.8e-7 * (tl.abs(lse) + 4.0), 0.25)
+    return tl.where(tl.abs(sums - 1.0) <= rounding, 1.0 / sums, 1.0)
 
 
 @device
