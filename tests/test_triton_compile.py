@@ -98,7 +98,7 @@ def kernels(
     room = halves.room_for(problem, halves.wanted((*forward, *steps)), tensors, out)
     given = launch.forward_arguments(problem, tensors, out, lse, room._replace(dout=None))
     totals = lse if problem.sinks or dbias is not None else None
-    others = (out, lse, out, None, lse, totals, None)
+    others = (out, lse, out, None, totals, None, *launch.rows_for(problem, lse))
     given += launch.backward_arguments(problem, tensors, grads, others, room, steps)
     for name, group, arguments in zip((*forward._fields, *steps._fields), (*forward, *steps), given, strict=True):
         for prepared in group:
@@ -227,8 +227,8 @@ TILES_ARE_FOR_THIS_TRITON = triton.__version__.startswith("3.6.")
 KNOWN_SPILLS = {
     ("bf16 D128", 90, "query_kernel"): 20,
     ("fp32 D64", 90, "forward_kernel"): 25,
-    # With bf16x6, for what does not fit in halves; 19 before those came.
-    ("fp32 D64", 90, "key_value_kernel"): 17,
+    # With bf16x6, for what does not fit in halves, at edges; 17 without a factor of the LSE, 1 between the edges.
+    ("fp32 D64", 90, "key_value_kernel"): 20,
 }
 
 WITHOUT_PRODUCTS = ("delta_kernel", "measure_kernel", "split_kernel")
@@ -289,6 +289,19 @@ def test_float32_products_are_rounded_to_tf32_on_request_only(sm: int, precision
         products = [i for _, i in machine_of(compile_for(sm, kernel), tmp_path).code if "MMA" in i.split()[0]]
         assert products, kernel
         assert all(("TF32" in i) == (precision == "tf32") for i in products), kernel
+
+
+def test_pieces_of_halves_are_added_outside_of_the_tensor_cores() -> None:
+    """Which cut off what does not fit in a sum. Triton makes one chain of a sum of products where it sees one."""
+    names = set()
+    for kernel in kernels(90, torch.float32, 128):
+        if kernel.prepared.tiles.precision == config.FP16X3:
+            sums = re.findall(r"= tt\.dot %\S+, %\S+, (%\w+)", compile_for(90, kernel).asm["ttir"])
+            started = [x for x in sums if x.startswith("%cst")]
+            # Two pieces, each of three products.
+            assert len(sums) == 3 * len(started) > 0, kernel
+            names.add(kernel.name)
+    assert names == {"forward_kernel", "key_value_kernel", "query_kernel"}
 
 
 PACKED = {"cu_seqlens_q": empty(9, dtype=torch.int32), "cu_seqlens_k": empty(9, dtype=torch.int32)}

@@ -98,7 +98,7 @@ def _prepare(trial: Trial, batch: int, heads: int, len_q: int, len_k: int) -> _R
     q, k, v, dout = (normal(rows) for rows in (len_q, len_k, len_k, len_q))
     tensors, gpu = Tensors(q, k, v), launch.gpu_of(q.device)
     problem = Problem.of(tensors, Options(hi=0 if trial.causal else None))
-    out, lse, delta = torch.empty_like(q), *(q.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     choose = config.choose
 
     def choose_trial(problem: Problem, direction: Direction, gpu: Gpu | None, in_registers: bool = False) -> Tiles:
@@ -116,7 +116,7 @@ def _prepare(trial: Trial, batch: int, heads: int, len_q: int, len_k: int) -> _R
     if trial.direction != "forward":
         _start([pair for pairs in steps.values() for pair in pairs])
         room = halves.room_for(problem, halves.wanted(backward), tensors, dout)
-        others = (out, lse, dout, None, delta, None, None)
+        others = (out, lse, dout, None, None, None, *launch.rows_for(problem, lse))
         steps = _with_arguments(backward, launch.backward_arguments(problem, tensors, grads, others, room, backward))
     _start([pair for name in ("delta", "measure", "split") for pair in steps.get(name, [])])
     names = STEPS[trial.direction, trial.tiles.precision == config.FP16X3]

@@ -87,6 +87,8 @@ class Upstream(NamedTuple):
     dout: Matrix
     lse: Rows
     delta: Rows
+    factor: Rows | None
+    """Where `Form.SPLIT`: exp(-LSE) is this times exp(-lse). `delta_kernel` makes both, dQ's a better factor."""
 
 
 class Repeats(NamedTuple):
@@ -162,6 +164,8 @@ class Form(NamedTuple):
     EVEN: bool
     """The number of keys is a multiple of 16, so that a bias or a mask is read by 16 bytes."""
     PRECISION: str
+    SPLIT: bool
+    """The backward has the LSE in two parts: in float32, where one would round the weights."""
 
 
 WIDE_STRIDE = 2**31 // 512

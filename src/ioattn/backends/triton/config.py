@@ -121,7 +121,11 @@ TABLE: dict[tuple[Family, Direction, int], tuple[Row, ...]] = {
         Row(256, (Tiles(16, 32, 8, 1, X6), Tiles(16, 16, 4, 1, X6)), "what registers hold"),
     ),
     ("wgmma", "query", 4): (
-        Row(64, (Tiles(64, 32, 4, 2, FP16X3), Tiles(64, 32, 4, 2, X6)), "173 / 158; X6 50 / 48"),
+        Row(
+            64,
+            (Tiles(64, 32, 4, 2, FP16X3, max_registers=168), Tiles(64, 32, 4, 2, X6)),
+            "173 / 158; X6 50 / 48",
+        ),
         Row(
             128,
             (Tiles(128, 64, 8, 1, FP16X3), Tiles(64, 32, 4, 1, X6), Tiles(64, 16, 4, 1, X6)),

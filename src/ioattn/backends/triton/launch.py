@@ -56,7 +56,7 @@ Group = list[Prepared]
 
 
 PIECE = 64
-"""Columns of halves that tensor cores sum in one go: less is lost, and the sums of one piece take fewer registers."""
+"""Columns of halves that tensor cores sum in one go. 32 lose less, 0.6e-7 of 4.4 at D128, at 66 and not 89 TFLOP/s."""
 
 
 class ForwardSteps(NamedTuple):
@@ -75,12 +75,12 @@ class Steps(NamedTuple):
     delta: Group
     measure: Group
     split: Group
+    halves_query: Group
     halves_key: Group
     halves_value: Group
-    halves_query: Group
+    query: Group
     key: Group
     value: Group
-    query: Group
     bias: Group
 
 
@@ -115,11 +115,11 @@ def prepare_gradients(
 
     def describe(x: Sequence[Any]) -> list[Arguments]:
         inputs, gradients, others = Tensors(*x[: counts[0]]), Gradients(*x[counts[0] : counts[1]]), x[counts[1] :]
-        return backward_arguments(problem, inputs, gradients, others[:7], Room(*others[7:]), steps)
+        return backward_arguments(problem, inputs, gradients, others[:9], Room(*others[9:]), steps)
 
     def scratch(tensors: Tensors, lse: Tensor, dout: Tensor, grads: Gradients) -> tuple[Tensor | None, ...]:
         totals, partial = torch.empty_like(lse) if improved else None, _room_for_parts(grads.dbias, parts)
-        return torch.empty_like(lse), totals, partial, *halves.room_for(problem, wanted, tensors, dout)
+        return totals, partial, *rows_for(problem, lse), *halves.room_for(problem, wanted, tensors, dout)
 
     example = (*tensors, *grads, out, lse, dout, dlse, *scratch(tensors, lse, dout, grads))
     before = Call(steps[:-1], lambda x: describe(x)[:-1], example)
@@ -129,7 +129,7 @@ def prepare_gradients(
         if grads.dbias is not None:
             # The walk over keys leaves out what the band hides.
             grads.dbias.zero_()
-        room = delta, totals, partial, *_ = scratch(tensors, lse, dout, grads)
+        room = totals, partial, delta, *_ = scratch(tensors, lse, dout, grads)
         everything = (*tensors, *grads, out, lse, dout, dlse, *room)
         before(everything)
         if delta is None or totals is None:
@@ -143,6 +143,13 @@ def prepare_gradients(
             grads.dsinks.copy_(sink_gradients(weights, totals, problem.packed))
 
     return on_device(problem.device, run)
+
+
+def rows_for(problem: Problem, lse: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Room for delta and, in float32, the LSE in two parts."""
+    if problem.dtype != torch.float32:
+        return torch.empty_like(lse), None, None
+    return torch.empty_like(lse), torch.empty_like(lse), torch.empty_like(lse)
 
 
 def prepare_forward(problem: Problem, tensors: Tensors, out: Tensor, gpu: Gpu | None) -> ForwardSteps:
@@ -244,10 +251,10 @@ def prepare_backward(
     stores_bias = grads.dbias is not None and _repeats_nothing(problem)
     halves_query, query = _kernels(problem, tensors, "query", wide, gpu, formula, stores_bias)
     before = _prepare_halves(problem, tensors, wide, 4 if halves_key or halves_query else 0)
-    split = (halves_key, halves_value, halves_query)
+    split = (halves_query, halves_key, halves_value)
     alone = grads.dbias is None or _repeats_nothing(problem)
     bias = [] if alone else [_prepare_bias(problem, tensors, wide, gpu)]
-    return Steps(delta, *before, *split, key, value, query, bias)
+    return Steps(delta, *before, *split, query, key, value, bias)
 
 
 def _apart(kernels: Group) -> Group:
@@ -265,25 +272,24 @@ def backward_arguments(
 ) -> list[Arguments]:
     """The arguments that hold tensors, for each of the `Steps`.
 
-    Others: out, lse, dout, dlse, delta, totals, parts of dbias.
+    Others: out, lse, dout, dlse, totals, parts of dbias, delta, the rest of the LSE and its factor.
     """
-    out, lse, dout, dlse, delta, totals, partial = others
+    out, lse, dout, dlse, totals, partial, delta, rest, factor = others
     packed = problem.packed
-    inputs, dout_matrix, delta_rows = (
-        _inputs(problem, tensors, room.scales),
-        Matrix.of(dout, packed),
-        Rows.of(delta, packed),
-    )
+    inputs, dout_matrix = _inputs(problem, tensors, room.scales), Matrix.of(dout, packed)
+    lse_rows, delta_rows = Rows.of(lse, packed), Rows.of(delta, packed)
     dq, dk, dv = (Matrix.of(x, packed) for x in grads[:3])
     dbias = Matrix.maybe(grads.dbias)
-    upstream = Upstream(dout_matrix, Rows.of(lse, packed), delta_rows)
+    upstream = Upstream(dout_matrix, lse_rows, delta_rows, None)
+    if rest is not None:
+        upstream = Upstream(dout_matrix, Rows.of(rest, packed), delta_rows, Rows.of(factor, packed))
     own_bias = dbias if _repeats_nothing(problem) else None
     totals_rows = None if totals is None else Rows.of(totals, packed)
     full_delta = delta_rows if totals_rows is None else totals_rows
 
     def main(given: tuple[Inputs, Upstream], apart: bool) -> list[Arguments]:
         key, value, query = (*given, dk, None if apart else dv), (*given, None, dv), (*given, dq, own_bias, totals_rows)
-        return [key, value, query]
+        return [query, key, value]
 
     before: list[Arguments] = [()] * 5
     if room.scales is not None:
@@ -292,7 +298,7 @@ def backward_arguments(
         given = (inputs._replace(q=split.q, k=split.k, v=split.v), upstream._replace(dout=split.dout))
         before = halves.arguments(inputs, dout_matrix, room, packed) + main(given, bool(steps.halves_value))
     return [
-        (Matrix.of(out, packed), dout_matrix, None if dlse is None else Rows.of(dlse, packed), delta_rows),
+        (Matrix.of(out, packed), None if dlse is None else Rows.of(dlse, packed), lse_rows, upstream),
         *before,
         *main((inputs, upstream), bool(steps.value)),
         (inputs, upstream._replace(delta=full_delta), dbias if partial is None else Matrix.of(partial)),
@@ -420,6 +426,7 @@ def _form(problem: Problem, tiles: Tiles, wide: bool, order: str) -> Form:
         FUSED=problem.bias is None and problem.dtype != torch.float32,
         EVEN=(problem.bias is not None or problem.mask is not None) and problem.len_k % 16 == 0,
         PRECISION=tiles.precision,
+        SPLIT=problem.dtype == torch.float32,
     )
 
 

@@ -3,6 +3,10 @@
 Reads like `eager._backward_sequence`. P is recomputed from the scores and the LSE three times, once per kernel, and in
 return every gradient is summed by the one program that owns it, in one order: no atomics, bitwise the same from run to
 run, no workspace but delta. dK and dV hold scores as [K, Q], so that P^T and dS^T are made where they are used.
+
+In float32 the largest error would be that of the LSE, of 9 as a rule, and of exponents near -12: up to 5e-7 each, and
+relative errors of the weights. So the LSE is split, and dQ's kernel, which sees all weights of a row, comes first and
+finds out by how much they miss their sum.
 """
 
 from __future__ import annotations
@@ -10,11 +14,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ioattn.backends.triton.kernels.products import add_product, belongs_to_others, multiply, only_finite, scales_of
+from ioattn.backends.triton.kernels.products import (
+    add_product,
+    belongs_to_others,
+    multiply,
+    only_finite,
+    power_of_two,
+    scales_of,
+)
 from ioattn.backends.triton.kernels.scores import distance_at, mask_at, operands_at, pairs_at, turned_pairs_at, words_at
 from ioattn.backends.triton.kernels.tiles import (
     EDGE,
     FULL,
+    LOG2E,
     Task,
     clear_slack,
     decoded,
@@ -39,14 +51,22 @@ from ioattn.backends.triton.kernels.tiles import (
     zeros_for,
 )
 
+LN2_HIGH = tl.constexpr(45426 / 2**16)
+"""Multiples of it are exact in float32."""
+LN2_LOW = tl.constexpr(0.6931471805599453 - 45426 / 2**16)
+
 
 @triton.jit
-def delta_kernel(out, dout, dlse, delta, numbers, form: tl.constexpr):
-    """delta = rowsum(dO * O) - dLSE for one tile of queries; packed rows are one sequence here."""
+def delta_kernel(out, dlse, lse, upstream, numbers, form: tl.constexpr):
+    """delta = rowsum(dO * O) - dLSE for one tile of queries, and the LSE in two parts where wanted.
+
+    Packed rows are one sequence here.
+    """
     numbers = decoded(numbers)
     batch, head, tile = place(numbers, False)
     start = tile * form.OUT.ROWS
     out_tile = load_tile(out, row_at(out, batch, head, 0), start, numbers.rows_q, form.OUT, EDGE)
+    dout = upstream.dout
     dout_tile = load_tile(dout, row_at(dout, batch, head, 0), start, numbers.rows_q, form.OUT, EDGE)
     total = tl.sum(out_tile.to(tl.float32) * dout_tile.to(tl.float32), 1)
     row = start + tl.arange(0, form.OUT.ROWS)
@@ -54,7 +74,22 @@ def delta_kernel(out, dout, dlse, delta, numbers, form: tl.constexpr):
     row = row.to(tl.int64)
     if dlse is not None:
         total -= tl.load(row_at(dlse, batch, head, row), mask=exists, other=0.0)
-    tl.store(row_at(delta, batch, head, row), total, mask=exists)
+    tl.store(row_at(upstream.delta, batch, head, row), total, mask=exists)
+    if form.SPLIT:
+        rest, factor = split_lse(tl.load(row_at(lse, batch, head, row), mask=exists, other=0.0))
+        tl.store(row_at(upstream.lse, batch, head, row), rest, mask=exists)
+        tl.store(row_at(upstream.factor, batch, head, row), factor, mask=exists)
+
+
+@device
+def split_lse(lse):
+    """(rest, factor) of which exp(-lse) = factor * exp(-rest): a power of two, and what is left, below 0.35.
+
+    Far from 0 the scores are not more accurate than the LSE, and nothing may overflow: there the rest is all of it.
+    """
+    exponent = tl.where(tl.abs(lse) < 64.0, tl.floor(lse * LOG2E + 0.5), 0.0)
+    rest = (lse - exponent * LN2_HIGH) - exponent * LN2_LOW
+    return rest, power_of_two(-exponent.to(tl.int32))
 
 
 @triton.jit
@@ -144,6 +179,8 @@ def add_queries(
     distance = distance_at(pairs, task)
     product = multiply(keys.k, queries.q, form)
     weights = weights_of(product, distance, operands, queries.lse[None, :], task, form, step)
+    if form.SPLIT:
+        weights *= queries.factor[None, :]
     margin = margin_at(pairs, task, KIND)
     # Where a row's lse is NaN, exp has not made the hidden weights zero.
     weights = keep(margin, mask, weights, 0.0)
@@ -182,33 +219,63 @@ def query_kernel(
     queries = load_seeing_queries(task, upstream, q_start, form)
     dq_tile = zeros_for(form.Q)
     total = tl.zeros((form.Q.ROWS,), tl.float32)
+    sums = tl.zeros((form.Q.ROWS,), tl.float32)
     ranges = key_ranges(q_start, task, form)
     words = words_at(q_start, ranges.full_start, task, form, EDGE)
     for k_start in range(ranges.full_start, ranges.full_end, form.K.ROWS):
         keys = load_keys(task, k_start, form, FULL)
-        dq_tile, total = add_keys(dq_tile, total, queries, keys, words, task, dbias, totals, form, step, dstep, FULL)
+        dq_tile, total, sums = add_keys(
+            dq_tile, total, sums, queries, keys, words, task, dbias, totals, form, step, dstep, FULL
+        )
         words = words_at(q_start, tl.minimum(k_start + form.K.ROWS, ranges.full_end - form.K.ROWS), task, form, FULL)
     # As in the forward.
     if ranges.edges > 0:
         for edge in range(ranges.edges):
             keys = load_keys(task, edge_start(edge, ranges, form.K.ROWS), form, EDGE)
             words = words_at(q_start, keys.start, task, form, EDGE)
-            dq_tile, total = add_keys(
-                dq_tile, total, queries, keys, words, task, dbias, totals, form, step, dstep, EDGE
+            dq_tile, total, sums = add_keys(
+                dq_tile, total, sums, queries, keys, words, task, dbias, totals, form, step, dstep, EDGE
             )
-    store_tile(
-        dq_tile, numbers.scale * scales.k, dq, row_at(dq, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q
-    )
+    row = q_start + tl.arange(0, form.Q.ROWS)
+    dq_factor = numbers.scale * scales.k
+    if form.SPLIT:
+        correction = correction_of(sums, queries, task)
+        pointers = row_at(upstream.factor, seq.batch, head, seq.start_q + row.to(tl.int64))
+        tl.store(pointers, queries.factor * correction, mask=row < seq.len_q)
+        dq_factor = (dq_factor * correction)[:, None]
+        total *= correction
+    store_tile(dq_tile, dq_factor, dq, row_at(dq, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q)
     if totals is not None:
-        row = q_start + tl.arange(0, form.Q.ROWS)
         pointers = row_at(totals, seq.batch, head, seq.start_q + row.to(tl.int64))
         tl.store(pointers, total, mask=row < seq.len_q)
+
+
+@device
+def correction_of(sums, queries, task):
+    """What makes the weights of a row sum to 1, its sink's included, where they miss it as the LSE's rounding explains.
+
+    They miss it by more where the LSE is that of these keys and others.
+    """
+    if task.inputs.sinks is not None:
+        sink = tl.load(task.inputs.sinks + task.head).to(tl.float32)
+        sums += tl.exp2((sink - queries.lse) * LOG2E) * queries.factor
+    lse = queries.lse - tl.log(queries.factor)
+    rounding = tl.minimum(4.8e-7 * (tl.abs(lse) + 4.0), 0.25)
+    return tl.where(tl.abs(sums - 1.0) <= rounding, 1.0 / sums, 1.0)
+
+
+@device
+def parts_of(factor):
+    """The power of two, and the correction close to 1 that dQ's kernel multiplied it with."""
+    power = (factor.to(tl.int32, bitcast=True) + 0x400000 & 0x7F800000).to(tl.float32, bitcast=True)
+    return power, factor / power
 
 
 @device
 def add_keys(
     dq_tile,
     total,
+    sums,
     queries,
     keys,
     words,
@@ -220,13 +287,16 @@ def add_keys(
     dstep: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """Add what one tile of keys contributes to a tile of dQ, and to the sums of dS; scores are [Q, K]."""
+    """Add what one tile of keys contributes to a tile of dQ and to the sums of dS and of weights; scores are [Q, K]."""
     pairs = pairs_at(queries.start, keys.start, form)
     operands = operands_at(pairs, words, task, form)
     mask = mask_at(pairs, words, task, form)
     distance = distance_at(pairs, task)
     product = multiply(queries.q, keys.k, form)
-    dscores = dscores_of(product, distance, operands, queries, keys, task, form, step, KIND)
+    weights = weights_at(product, distance, operands, queries, task, form, step)
+    if form.SPLIT:
+        sums += tl.sum(keep(margin_at(pairs, task, KIND), mask, weights, 0.0), 1)
+    dscores = dscores_of(weights, queries, keys, task, form)
     dscores = keep(margin_at(pairs, task, KIND), mask, dscores, 0.0)
     if dbias is not None:
         pointers = (
@@ -237,15 +307,21 @@ def add_keys(
     if totals is not None:
         total += tl.sum(dscores, 1)
     dproduct = dstep(dscores, product * score_scale(task), distance, operands)
-    return add_product(dq_tile, dproduct, only_finite(keys.k, KIND), form), total
+    return add_product(dq_tile, dproduct, only_finite(keys.k, KIND), form), total, sums
 
 
 @device
-def dscores_of(
-    product, distance, operands, queries, keys, task, form: tl.constexpr, step: tl.constexpr, KIND: tl.constexpr
-):
-    """The gradient of the finished scores of a tile, [Q, K], before the mask."""
+def weights_at(product, distance, operands, queries, task, form: tl.constexpr, step: tl.constexpr):
+    """The weights of a tile, [Q, K], before the mask."""
     weights = weights_of(product, distance, operands, queries.lse[:, None], task, form, step)
+    if form.SPLIT:
+        weights *= queries.factor[:, None]
+    return weights
+
+
+@device
+def dscores_of(weights, queries, keys, task, form: tl.constexpr):
+    """The gradient of the finished scores of a tile, [Q, K], before the mask."""
     dweights = multiply(queries.dout, keys.v, form) * (task.scales.v * task.scales.dout)
     return weights * (dweights - queries.delta[:, None])
 
@@ -308,5 +384,6 @@ def dscores_at(queries, keys, task, form: tl.constexpr, step: tl.constexpr):
     operands = operands_at(pairs, words, task, form)
     mask = mask_at(pairs, words, task, form)
     product = multiply(queries.q, keys.k, form)
-    dscores = dscores_of(product, distance_at(pairs, task), operands, queries, keys, task, form, step, EDGE)
+    weights = weights_at(product, distance_at(pairs, task), operands, queries, task, form, step)
+    dscores = dscores_of(weights, queries, keys, task, form)
     return keep(margin_at(pairs, task, EDGE), mask, dscores, 0.0)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from ioattn.backends.triton.kernels.tiles import EXACT, INF, INTERPRETED, PTX, device, rounded
+from ioattn.backends.triton.kernels.tiles import EXACT, INF, INTERPRETED, PTX, device, opaque, rounded
 
 FP16X3 = tl.constexpr("fp16x3")
 
@@ -61,7 +61,8 @@ def multiply(a, b, form: tl.constexpr):
             product = dot(a.low[piece], tl.trans(b.high[piece]), product, form)
         product = dot(a.high[0], tl.trans(b.high[0]), product, form)
         for piece in tl.static_range(1, len(a.high)):
-            product += dot(a.high[piece], tl.trans(b.high[piece]), None, form)
+            # Opaque, or Triton would let the tensor cores add it.
+            product += opaque(dot(a.high[piece], tl.trans(b.high[piece]), None, form))
     else:
         product = dot(a, tl.trans(b), None, form)
     return product

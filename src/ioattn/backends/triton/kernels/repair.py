@@ -15,13 +15,14 @@ import triton
 import triton.language as tl
 
 from ioattn.backends.triton.config import TILES_AT_ONCE
-from ioattn.backends.triton.kernels.backward import add_keys, add_queries, store_keys, sum_for
+from ioattn.backends.triton.kernels.backward import add_keys, add_queries, parts_of, store_keys, sum_for
 from ioattn.backends.triton.kernels.forward import attend, sink_or_nothing, store_results
 from ioattn.backends.triton.kernels.products import add_special, scales_of
 from ioattn.backends.triton.kernels.scores import mask_at, pairs_at, turned_pairs_at, words_at
 from ioattn.backends.triton.kernels.tiles import (
     EDGE,
     EXACT,
+    Queries,
     Task,
     decoded,
     device,
@@ -207,18 +208,26 @@ def repair_query_kernel(
 def repair_dq(dq, q_start, task, upstream, form: tl.constexpr, step: tl.constexpr, dstep: tl.constexpr):
     """Overwrite one tile of `dq`."""
     queries = load_seeing_queries(task, upstream, q_start, form)
+    dq_factor = task.numbers.scale
+    if form.SPLIT:
+        # As in the kernel that is repaired, to the bit.
+        power, correction = parts_of(queries.factor)
+        queries = Queries(queries.start, queries.q, queries.dout, queries.lse, queries.delta, power)
+        dq_factor = (dq_factor * correction)[:, None]
     dq_tile = zeros_for(form.Q)
-    total = tl.zeros((form.Q.ROWS,), tl.float32)
+    sums = tl.zeros((form.Q.ROWS,), tl.float32)
     ranges = every_tile(key_ranges(q_start, task, form), form.K.ROWS)
     for edge in range(ranges.edges):
         keys = load_keys(task, edge_start(edge, ranges, form.K.ROWS), form, EDGE)
         words = words_at(q_start, keys.start, task, form, EDGE)
-        dq_tile, total = add_keys(dq_tile, total, queries, keys, words, task, None, None, form, step, dstep, EXACT)
+        dq_tile, sums, _ = add_keys(
+            dq_tile, sums, sums, queries, keys, words, task, None, None, form, step, dstep, EXACT
+        )
     for edge in range(ranges.edges):
         keys = load_keys(task, edge_start(edge, ranges, form.K.ROWS), form, EDGE)
         dq_tile = add_special_keys(dq_tile, q_start, keys, task, form)
     first = row_at(dq, task.seq.batch, task.head, task.seq.start_q)
-    store_tile(dq_tile, task.numbers.scale, dq, first, q_start, task.seq.len_q, form.Q)
+    store_tile(dq_tile, dq_factor, dq, first, q_start, task.seq.len_q, form.Q)
 
 
 @device

@@ -72,6 +72,7 @@ class Queries(NamedTuple):
     dout: Any
     lse: Any
     delta: Any
+    factor: Any
 
 
 class Keys(NamedTuple):
@@ -349,7 +350,11 @@ def load_queries(task, upstream, start, form: tl.constexpr, KIND: tl.constexpr):
     first = row_at(upstream.dout, task.seq.batch, task.head, task.seq.start_q)
     dout = load_operand(upstream.dout, first, start, task.seq.len_q, form.OUT, form, KIND)
     lse = or_zero(load_rows(upstream.lse, task, start, KIND, form.Q.ROWS))
-    return Queries(start, q, dout, lse, load_rows(upstream.delta, task, start, KIND, form.Q.ROWS))
+    delta = load_rows(upstream.delta, task, start, KIND, form.Q.ROWS)
+    factor = 1.0
+    if form.SPLIT:
+        factor = load_rows(upstream.factor, task, start, KIND, form.Q.ROWS)
+    return Queries(start, q, dout, lse, delta, factor)
 
 
 @device
@@ -363,7 +368,7 @@ def load_seeing_queries(task, upstream, start, form: tl.constexpr):
         if form.PRECISION != "fp16x3":  # there is no NaN in halves
             dout = tl.where(sees[:, None], dout, tl.zeros_like(dout))
         delta = tl.where(sees, delta, 0.0)
-    return Queries(start, queries.q, dout, queries.lse, delta)
+    return Queries(start, queries.q, dout, queries.lse, delta, queries.factor)
 
 
 @device
