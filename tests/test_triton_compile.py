@@ -227,7 +227,6 @@ MAX_SPILLS = 16
 TILES_ARE_FOR_THIS_TRITON = triton.__version__.startswith("3.6.")
 # The fastest of those that were timed on an H200, all the same, with what they had when they were timed.
 KNOWN_SPILLS = {
-    ("bf16 D128", 90, "query_kernel"): 20,
     ("fp32 D64", 90, "forward_kernel"): 25,
     # With bf16x6, for what does not fit in halves; 19 before those came.
     ("fp32 D64", 90, "key_value_kernel"): 17,
