@@ -30,7 +30,7 @@ LAYERS = (
     {"registry"},
     {"backends"},
     {"io"},
-    {"assembler", "compose", "launching", "merge", "cases", "plans"},
+    {"assembler", "compose", "driver", "launching", "merge", "cases", "plans"},
     {"caches"},
     {"problem"},
     {"scores", "masks"},

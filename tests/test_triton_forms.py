@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from attend import Shape, Target, check, dense, packed
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from ioattn import ops
-from ioattn.backends.triton import call, config, launch
+from ioattn.backends.triton import config, launch
 from ioattn.backends.triton.config import FP16X3, Tiles
 from ioattn.backends.triton.halves import Room
 from ioattn.launching import _with_tensor_maps, by_address
@@ -55,25 +55,6 @@ def test_infinite_numbers_are_written_down_too() -> None:
     made = by_address(lambda given: (given[0], math.inf, -math.inf), [torch.empty(8)])
     assert made is not None
     assert made([16]) == (16, math.inf, -math.inf)
-
-
-def test_a_kernel_gets_addresses_only_after_it_has_been_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread, or a call after one that failed, finds it without its runner."""
-    monkeypatch.setattr(call, "INTERPRETED", False)
-    x = torch.empty(8)
-    handed: list[Any] = []
-
-    def kernel(arguments: tuple[Any, ...]) -> None:
-        handed.append(arguments[0])
-        if len(handed) == 1:
-            start((x,))
-            raise RuntimeError("out of memory")
-
-    start = call.Call([[cast(Any, kernel)]], lambda given: [(given[0],)], [x])
-    with pytest.raises(RuntimeError, match="out of memory"):
-        start((x,))
-    start((x,))
-    assert handed == [x, x, x.data_ptr()]
 
 
 def test_one_kernel_is_loaded_for_all_calls_of_a_device() -> None:

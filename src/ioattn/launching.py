@@ -1,8 +1,8 @@
-"""Starts compiled Triton and Gluon kernels by address: what both GPU backends do once they know a kernel's arguments.
+"""Starts compiled kernels by Triton's launchers, from 3.6 on; Gluon's, which take the copy engine's maps, by address.
 
 Triton's own way to a kernel asks each tensor for its address and the driver about each address, makes the copy engine's
 tensor maps anew, and calls hooks that nobody has set. Here arguments are written down once, as an expression in the
-addresses of tensors, and later calls evaluate it. This is the one file that knows Triton's launchers, from 3.6 on.
+addresses of tensors, and later calls evaluate it. Kernels without such maps start sooner: see `driver.py`.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class Launch:
 
     def __call__(self, *arguments: Any) -> None:
         """Start the kernel, whose device is still the current one."""
-        if _is_watched():
+        if is_watched():
             self.kernel[(self.programs, 1, 1)](*arguments)
             return
         stream = self.stream_of(self.device)
         self.run(self.programs, 1, 1, stream, self.function, self.packed, None, None, None, *arguments)
 
 
-def _is_watched() -> bool:
+def is_watched() -> bool:
     """Whether someone, a profiler for one, wants to be told of each launch."""
     hooks = knobs.runtime
     return bool(getattr(hooks.launch_enter_hook, "calls", True) or getattr(hooks.launch_exit_hook, "calls", True))

@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 
 from ioattn.assembler import sound_assembler
 from ioattn.backends.triton.config import Tiles
-from ioattn.launching import Arguments, Launch, addresses_of, by_address
+from ioattn.driver import Queue
+from ioattn.launching import Arguments, Launch, is_watched
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether Triton runs kernels in its interpreter, on the CPU: decided when Triton is imported."""
@@ -22,7 +24,7 @@ class Prepared:
 
     def __init__(self, kernel: Any, programs: int, constant: Arguments, tiles: Tiles) -> None:
         self.kernel, self.programs, self.constant, self.tiles = kernel, programs, constant, tiles
-        self.runner: Callable[..., None] | None = None
+        self.runner: Launch | None = None
 
     def __call__(self, arguments: Arguments) -> None:
         """Start the kernel on the current stream, if there is anything to do."""
@@ -45,7 +47,8 @@ class Prepared:
 class Call:
     """Groups of kernels; those of one group are handed the same arguments, made of the tensors by `describe`.
 
-    Triton's compiler wants tensors and names; a compiled kernel takes addresses in plain tuples.
+    Triton's compiler wants tensors and names. Compiled kernels are started by a `Queue` of the driver's, unless someone
+    wants to be told of launches, or an argument is made of a tensor by a copy.
     """
 
     def __init__(
@@ -55,17 +58,35 @@ class Call:
         tensors: Sequence[Tensor | None],
     ) -> None:
         self.groups, self.describe = groups, describe
-        self.compiled = INTERPRETED
-        self.by_address = None if INTERPRETED else by_address(lambda x: tuple(describe(x)), tensors)
+        self.queue: Queue | None = None
+        self.may_queue = not INTERPRETED and torch.version.hip is None
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> None:
         """Start the kernels of each group in order."""
-        if self.by_address is not None and self.compiled:
-            given: Sequence[Arguments] = self.by_address(addresses_of(tensors))
-        else:
-            given = self.describe(tensors)
-        for group, arguments in zip(self.groups, given, strict=True):
+        queue = None if is_watched() else self.queue
+        if queue is not None and queue.start(tensors, self.stream_of(self.device)):
+            return
+        for group, arguments in zip(self.groups, self.describe(tensors), strict=True):
             for kernel in group:
                 kernel(arguments)
-        # Not before: a kernel that another thread has yet to compile needs tensors.
-        self.compiled = True
+        # Not before: a kernel has to be compiled, and loaded.
+        if self.may_queue:
+            self.may_queue = False
+            self.queue = self._queued(tensors)
+
+    def _queued(self, tensors: Sequence[Tensor | None]) -> Queue | None:
+        """The compiled kernels, ready for tensors that lie like these."""
+        driver = triton.runtime.driver.active
+        self.stream_of, self.device = driver.get_current_stream, driver.get_current_device()
+        # One tensor may be handed over twice, and two another time.
+        apart = [None if x is None else x.detach() for x in tensors]
+        places = {id(x): i for i, x in enumerate(apart) if x is not None}
+        queue = Queue(len(apart))
+        try:
+            for group, arguments in zip(self.groups, self.describe(apart), strict=True):
+                for kernel in group:
+                    if kernel.runner is not None:
+                        queue.add(kernel.runner.kernel, kernel.programs, (*arguments, *kernel.constant), places)
+        except KeyError:
+            return None
+        return queue

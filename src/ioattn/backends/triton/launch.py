@@ -1,8 +1,7 @@
 """The host side: from a problem and its tensors to launches of the kernels.
 
 What follows from shapes and strides alone (tiles, compiled kernel, numbers) is prepared once and looked up afterwards;
-a later call only builds the tuples that hold pointers, and hands them to the compiled kernel without Triton's own
-inspection of every argument.
+a later call only writes the addresses of its tensors where the compiled kernels read them: see `driver.py`.
 """
 
 from __future__ import annotations
