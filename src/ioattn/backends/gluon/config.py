@@ -12,6 +12,7 @@ GROUP_ROWS = 64
 TILE_DIMS = (64, 128, 256)
 MAX_SEQUENCES = 1023
 SHARED_BYTES = 227 * 1024
+REGISTERS = 65536
 L2_SECTION_BYTES = 28e6
 """Keys and values of the heads in work together: half of the H200's 60 MB L2, which Q and O share.
 
@@ -29,10 +30,14 @@ class Config:
     keys: int
     stages: int
     registers: int
+    beside: int = 1
+    """How many blocks share a multiprocessor."""
     out_parts: int = 1
     """In how many parts, one after the other, a group's result goes through its buffer in shared memory: 1 or 2."""
     ping_pong: bool = False
     wait_after_max: bool = False
+    thread_sums: bool = False
+    """Whether each thread sums what it holds of a row, and a row's four threads meet only when the tile ends."""
     longest_first: bool = False
     has_lo: bool = False
     has_hi: bool = False
@@ -46,6 +51,12 @@ class Config:
     def tile_rows(self) -> int:
         """Query rows of a tile."""
         return self.groups * GROUP_ROWS
+
+    @property
+    def start_registers(self) -> int | None:
+        """Registers of each thread when a block starts; for one block alone the compiler knows it."""
+        threads = self.beside * (self.groups + 1) * 128
+        return None if self.beside == 1 else REGISTERS // threads // 8 * 8
 
 
 def tile_dim(dim: int) -> int:
@@ -61,32 +72,27 @@ def tiles(problem: Problem) -> Config:
     dim, dim_v = tile_dim(problem.dim), tile_dim(problem.dim_v)
     wide = max(dim, dim_v)
     bounded = problem.band.bounded or problem.packed
-    # Half the keys per step where a diagonal is most of the work: N 512 causal D 128 285 against 258 TFLOP/s.
-    narrow = bounded and problem.len_k <= 512
-    if wide == 64 and problem.len_q <= (1024 if bounded else 512):
-        # Three groups leave much of the last tile empty: N 512 347 against 321 TFLOP/s, N 1024 causal 297 / 280.
-        keys, stages = (64, 6) if narrow else (128, 4)
-        return Config(dim, dim_v, groups=2, keys=keys, stages=stages, registers=240, ping_pong=True)
     if wide == 64:
-        # In turn: full N 2048 511 / 473. Waiting for P V after the row maximum: full N 8192 540 / 530, causal -1%.
+        return _tiles_64(problem, bounded)
+    if wide == 128:
+        # In turn costs 2%; a third stage in the place of the output's own buffer, 4%. The loader of a masked kernel has
+        # more to hold, and 40 registers for it instead of 24 give N 2048 causal 552 against 543. Half the keys per step
+        # where a diagonal is most of the work: N 512 causal 285 against 258 TFLOP/s. Sums by threads: causal N 8192
+        # 646 / 642, N 512 314 / 317; full, with the wait after the row maximum, N 2048 654 / 645, N 8192 652 / 647.
+        narrow = bounded and problem.len_k <= 512
         return Config(
             dim,
             dim_v,
-            groups=3,
-            keys=128,
-            stages=4,
-            registers=160,
-            ping_pong=True,
+            groups=2,
+            keys=64 if narrow else 128,
+            stages=4 if narrow else 2,
+            registers=232 if bounded else 240,
             wait_after_max=not bounded,
+            thread_sums=not narrow,
         )
-    if wide == 128:
-        # In turn costs 2%; a third stage in the place of the output's own buffer, 4%. The loader of a masked kernel has
-        # more to hold, and 40 registers for it instead of 24 give N 2048 causal 552 against 543.
-        keys, stages = (64, 4) if narrow else (128, 2)
-        registers = 232 if bounded else 240
-        return Config(dim, dim_v, groups=2, keys=keys, stages=stages, registers=registers)
     # A buffer for all of the output fits in only where Q's is, which then comes late: full N 2048 737 in halves / 719.
     # A masked kernel's loader needs the registers here, too: N 8192 728 / 717. The wait: causal N 8192 643 / 614.
+    # Sums by threads: causal N 8192 719 / 701; full, with the wait, which costs 1% without them, 723 / 711.
     return Config(
         dim,
         dim_v,
@@ -95,7 +101,37 @@ def tiles(problem: Problem) -> Config:
         stages=2,
         registers=232 if bounded else 240,
         out_parts=2 if dim == dim_v else 1,
-        wait_after_max=bounded,
+        wait_after_max=True,
+        thread_sums=True,
+    )
+
+
+def _tiles_64(problem: Problem, bounded: bool) -> Config:
+    """The same where both head dimensions are at most 64."""
+    longest = max(problem.len_q, problem.len_k)
+    if bounded and longest <= (1024 if problem.packed else 2048):
+        # Blocks of one group, whose ends hide behind each other's products; each fetches K and V for 64 rows only, and
+        # at longer N L2 is the limit. Causal, against more groups in one block: N 512 273 / 222, N 1024 359 / 318,
+        # N 2048 417 / 413, N 8192 427 / 482; packed, up to 1000 rows each 286 / 232, up to 2048 354 / 362.
+        return Config(64, 64, groups=1, keys=64, stages=3, registers=136, beside=3, thread_sums=True)
+    if not bounded and longest <= 512:
+        # The same where no diagonal asks for few keys per step: N 512 404 / 390, N 768 434 / 485.
+        return Config(64, 64, groups=1, keys=128, stages=2, registers=216, beside=2, thread_sums=True)
+    if problem.len_q <= (1024 if bounded else 512):
+        # Three groups leave much of the last tile empty: N 512 full 347 / 321, N 1024 causal 297 / 280.
+        return Config(64, 64, groups=2, keys=128, stages=4, registers=240, ping_pong=True)
+    # In turn: full N 2048 511 / 473. Waiting for P V after the row maximum: full N 8192 540 / 530, causal -1%. Sums by
+    # threads: full N 2048 517 / 513, causal N 8192 494 / 499.
+    return Config(
+        64,
+        64,
+        groups=3,
+        keys=128,
+        stages=4,
+        registers=160,
+        ping_pong=True,
+        wait_after_max=not bounded,
+        thread_sums=not bounded,
     )
 
 

@@ -61,7 +61,8 @@ def plan(problem: Problem, slopes: torch.dtype | None, sinks: torch.dtype | None
     kernel = compile_forward(config, problem.dtype, formula, slopes and DTYPES[slopes], sinks and DTYPES[sinks])
     tiles = -(-problem.len_q // config.tile_rows) * problem.heads * problem.batch
     processors = torch.cuda.get_device_properties(problem.device).multi_processor_count
-    grid = processors if problem.packed else min(processors, tiles)
+    blocks = processors * config.beside
+    grid = blocks if problem.packed else min(blocks, tiles)
     return Plan(config, formula, kernel, table.section(problem), grid)
 
 
@@ -123,13 +124,13 @@ def compile_forward(config: Config, dtype: torch.dtype, formula: Any, slopes: st
     given = {"config": config, "formula": formula}
     constants = {(i,): given.get(k) for i, (k, kind) in enumerate(signature.items()) if kind == "constexpr"}
     source = GluonASTSource(kernels.forward, signature, constants, {})
-    return compiled(source)
+    return compiled(source, registers=config.start_registers)
 
 
-def compiled(source: Any, warps: int = 4) -> Any:
+def compiled(source: Any, warps: int = 4, registers: int | None = None) -> Any:
     """A kernel's machine code for Hopper, with all that Triton knows about it."""
     with sound_assembler():
-        return triton.compile(source, target=TARGET, options={"num_warps": warps})
+        return triton.compile(source, target=TARGET, options={"num_warps": warps, "maxnreg": registers})
 
 
 def prepare(

@@ -8,6 +8,7 @@ from ioattn.backends.gluon.kernels.call import INF
 from ioattn.backends.gluon.kernels.finish import finish
 from ioattn.backends.gluon.kernels.names import aggregate, gl, gluon, tma, warpgroup_mma, warpgroup_mma_wait
 from ioattn.backends.gluon.kernels.pipeline import Cursor, start
+from ioattn.backends.gluon.kernels.row_sums import add_block, spread
 from ioattn.backends.gluon.kernels.tiles import GROUP_ROWS
 
 
@@ -65,6 +66,7 @@ def attend(call, tile, post, q_place, place, turn, GROUP: gl.constexpr):
     keys = call.band.blocks(tile, row, GROUP_ROWS, KEYS).within(block_keys)
     rows = row + gl.arange(0, GROUP_ROWS, layouts.row)
     row_max, row_sum = call.scoring.first_row_state(tile, GROUP_ROWS, layouts.row)
+    row_sum = spread(row_sum, gl.zeros([GROUP_ROWS, KEYS], gl.float32, layouts.scores), config.thread_sums)
     acc = gl.zeros([GROUP_ROWS, DIM_V], gl.float32, layouts.acc)
     q_tile = call.queries.get(q_place)
     place, turn = let_pass(call, place, turn, block_keys.last - keys.last, GROUP)
@@ -128,7 +130,7 @@ def begin(call, tile, q_tile, rows, block, state, GROUP: gl.constexpr):
     scores = shape_scores(call, tile, scores, rows, block, call.config.masks)
     factor = call.scoring.factor()
     row_max = gl.maximum(state.row_max, gl.max(scores, 1) * factor)
-    weights, decay, row_sum = exponentials(scores, row_max, state.row_max, state.row_sum, factor)
+    weights, decay, row_sum = exponentials(call, scores, row_max, state.row_max, state.row_sum, factor)
     acc = state.acc * gl.convert_layout(decay, call.layouts.acc_row)[:, None]
     weights = gl.convert_layout(weights.to(q_tile.dtype), call.layouts.weights)
     return State(acc, row_max, row_sum, state.place, state.turn.again()), weights
@@ -154,7 +156,7 @@ def step(call, tile, q_tile, rows, block, state, weights, GROUP: gl.constexpr):
         call.values.get(state.place)  # has landed already: keeps the compiler from moving the wait below up to here
         acc = warpgroup_mma_wait(0, deps=[acc])
         call.values.release(state.place)
-    weights, decay, row_sum = exponentials(scores, row_max, state.row_max, state.row_sum, factor)
+    weights, decay, row_sum = exponentials(call, scores, row_max, state.row_max, state.row_sum, factor)
     if not call.config.wait_after_max:
         acc = warpgroup_mma_wait(0, deps=[acc])
         call.values.release(state.place)
@@ -211,9 +213,9 @@ def shape_scores(call, tile, scores, rows, block, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def exponentials(scores, row_max, old_max, row_sum, factor):
-    """Weights of a block, the factor by which what was summed before shrinks, and the new row sum."""
+def exponentials(call, scores, row_max, old_max, row_sum, factor):
+    """Weights of a block, the factor by which what was summed before shrinks, and the new row sums."""
     finite_max = gl.where(row_max == -INF, 0.0, row_max)  # a row that has seen no key yet: exp2(-inf - 0) is 0
     weights = gl.exp2(scores * factor - finite_max[:, None])
     decay = gl.exp2(old_max - finite_max)
-    return weights, decay, row_sum * decay + gl.sum(weights, 1)
+    return weights, decay, add_block(row_sum, decay, weights, call.config.thread_sums)

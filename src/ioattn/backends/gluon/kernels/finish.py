@@ -3,6 +3,7 @@
 from ioattn.backends.gluon.kernels.approximate import log2, reciprocal
 from ioattn.backends.gluon.kernels.call import INF, LN2
 from ioattn.backends.gluon.kernels.names import fence_async_shared, gl, gluon, store_tile, tma
+from ioattn.backends.gluon.kernels.row_sums import put_together, sum_rows
 from ioattn.backends.gluon.kernels.tiles import GROUP_ROWS
 
 
@@ -13,12 +14,14 @@ def finish(call, post, state, row, GROUP: gl.constexpr):
     config: gl.constexpr = call.config
     layouts: gl.constexpr = call.layouts
     memory = call.memory
-    is_empty = state.row_sum == 0.0
-    inverse = gl.where(is_empty, 0.0, reciprocal(state.row_sum))
+    row_sum = put_together(state.row_sum, layouts.row, config.thread_sums)
+    is_empty = row_sum == 0.0
+    inverse = gl.where(is_empty, 0.0, reciprocal(row_sum))
     # An empty row has summed zeros: the result is 0, or NaN of hidden keys, and the tile is done again without them.
     out = state.acc * gl.convert_layout(inverse, layouts.acc_row)[:, None]
     if config.cleans:
-        call.board.report(post, GROUP, gl.sum(out, 1) * 0.0)
+        sums = sum_rows(out, config.thread_sums)
+        call.board.report(post, GROUP, put_together(sums, layouts.acc_row, config.thread_sums) * 0.0)
     if config.out_parts == 2:
         HALF: gl.constexpr = config.dim_v // 2
         left, right = out.reshape([GROUP_ROWS, 2, HALF]).permute([0, 2, 1]).split()
@@ -26,7 +29,7 @@ def finish(call, post, state, row, GROUP: gl.constexpr):
         store_out(call, tile, right, row, HALF, GROUP)
     else:
         store_out(call, tile, out, row, 0, GROUP)
-    lse = gl.where(is_empty, -INF, (state.row_max + log2(state.row_sum)) * LN2)
+    lse = gl.where(is_empty, -INF, (state.row_max + log2(row_sum)) * LN2)
     rows = row + gl.arange(0, GROUP_ROWS, layouts.row)
     at = tile.batch * memory.lse_batch + tile.head * memory.lse_head + tile.q_offset
     gl.store(memory.lse + at + rows, lse, mask=rows < tile.len_q)

@@ -1,4 +1,4 @@
-"""The forward kernel for Hopper: one loader and two or three compute groups per block, on a persistent grid."""
+"""The forward kernel for Hopper: one loader and one to three compute groups per block, on a persistent grid."""
 
 from ioattn.backends.gluon.kernels.call import Call, Memory, Scoring
 from ioattn.backends.gluon.kernels.compute import compute
@@ -71,7 +71,13 @@ def forward(
         config,
     )
     schedule = Schedule(counter, cu_seqlens_q, cu_seqlens_k, sizes, divisors, config)
-    if GROUPS == 3:
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [(load, (call, schedule, q_desc, k_desc, v_desc)), (compute_0, (call,))],
+            [4],
+            [config.registers],
+        )
+    elif GROUPS == 3:
         gl.warp_specialize(
             [
                 (load, (call, schedule, q_desc, k_desc, v_desc)),

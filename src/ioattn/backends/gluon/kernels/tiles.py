@@ -265,7 +265,7 @@ def board(readers: gl.constexpr):
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     posts = gl.allocate_shared_memory(gl.int32, [2, POST_WORDS], layout)
     # Loads take powers of two: of three groups' rows, a quarter is never written but here.
-    WORDS: gl.constexpr = GROUP_ROWS * (2 if readers == 2 else 4)
+    WORDS: gl.constexpr = GROUP_ROWS * (4 if readers == 3 else readers)
     poison = gl.allocate_shared_memory(gl.float32, [2, WORDS], layout)
     for i in gl.static_range(2):
         poison.index(i).store(gl.full([WORDS], 0.0, gl.float32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])))
