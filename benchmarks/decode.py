@@ -146,7 +146,8 @@ def workload(case: Case) -> Workload:
         table = torch.randperm(count, device="cuda", dtype=torch.int32).view(case.batch, -1)
     each = []
     for _ in range(case.copies):
-        q = torch.randn(case.batch, case.heads, case.n_q, case.dim, **make)
+        # Tokens before heads, as models make them: FlashInfer takes no other order, and would copy.
+        q = torch.randn(case.batch, case.n_q, case.heads, case.dim, **make).transpose(1, 2)
         shape = (count, case.kv_heads, page, case.dim)
         if case.rows_first:
             k, v = (torch.randn(shape[0], shape[2], shape[1], shape[3], **make).transpose(1, 2) for _ in range(2))
@@ -247,10 +248,14 @@ def peers(case: Case, example: CacheTensors) -> Iterator[tuple[str, Call]]:
             yield "cudnn", sdpa(SDPBackend.CUDNN_ATTENTION)
             yield "fa2", sdpa(SDPBackend.FLASH_ATTENTION)
     if case.dtype != "fp32":
-        if case.page is None:
-            yield "fa3", fa3
-        if importlib.util.find_spec("flashinfer") is not None:
+        yield "fa3", fa3
+        if not missing("flashinfer"):
             yield "flashinfer", flashinfer(case, example)
+
+
+def missing(module: str) -> bool:
+    """Whether a peer is not installed."""
+    return importlib.util.find_spec(module) is None
 
 
 def fa3(tensors: CacheTensors) -> Tensor:
@@ -260,6 +265,7 @@ def fa3(tensors: CacheTensors) -> Tensor:
         tensors.k_cache.transpose(1, 2),
         tensors.v_cache.transpose(1, 2),
         cache_seqlens=tensors.cache_seqlens,
+        page_table=tensors.block_table,
         causal=True,
     )
     return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
@@ -468,7 +474,8 @@ def main() -> None:
     if options.compile:
         compile_share(options.compile, cases, options.tiles)
         return
-    sys.stdout.write(f"copy {copy_rate(options.milliseconds):.3f} TB/s\n")
+    absent = [module for module in ("fa3_fwd_interface", "flashinfer") if missing(module)]
+    sys.stdout.write(f"copy {copy_rate(options.milliseconds):.3f} TB/s; peers not installed: {absent}\n")
     rows: list[list[str]] = []
     for case in cases:
         measure(case, options, rows)

@@ -82,6 +82,15 @@ def test_a_tensor_that_is_none_of_the_call_is_refused(started: Driver) -> None:
         driver.Queue(1).add(kernel(), 1, arguments(x, out), {id(x): 0})
 
 
+@pytest.mark.parametrize("name", driver.SCRATCH)
+def test_a_kernel_that_wants_memory_of_tritons_is_refused(started: Driver, name: str) -> None:
+    x, out = torch.empty(4), torch.empty(4)
+    made = kernel()
+    setattr(made.metadata, name, 4424)
+    with pytest.raises(KeyError, match=name):
+        driver.Queue(2).add(made, 1, arguments(x, out), {id(x): 0, id(out): 1})
+
+
 class Prepared:
     """A kernel as `Call` sees it; the first time it fails, after a call from within."""
 
@@ -109,7 +118,7 @@ def test_a_kernel_is_queued_only_after_it_has_been_compiled(started: Driver) -> 
     """Another thread, or a call after one that failed, finds it without its runner."""
     x, out = torch.empty(4), torch.empty(4)
     prepared = Prepared([])
-    start = call.Call([[prepared]], lambda given: [arguments(*given)[:2]], [x, out])  # type: ignore[list-item]
+    start = call.Call([[prepared]], lambda given: [arguments(*given)[:2]])  # type: ignore[list-item]
     prepared.during = lambda: start((x, out))
     with pytest.raises(RuntimeError, match="out of memory"):
         start((x, out))
@@ -128,7 +137,7 @@ def test_what_cannot_be_queued_goes_by_way_of_triton(
     x, out = torch.empty(8)[::2], torch.empty(4)
     prepared = Prepared([None])
     made = (lambda given: arguments(given[0].contiguous(), given[1])) if why == "copied" else (lambda g: arguments(*g))
-    start = call.Call([[prepared]], lambda given: [made(given)[:2]], [x, out])  # type: ignore[list-item]
+    start = call.Call([[prepared]], lambda given: [made(given)[:2]])  # type: ignore[list-item]
     start((x, out))
     monkeypatch.setattr(call, "is_watched", lambda: why == "watched")
     started.result = 201 if why == "refused" else 0

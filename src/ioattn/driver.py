@@ -19,6 +19,9 @@ from torch import Tensor
 NUMBERS: dict[str, Any] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 """What a number is in a kernel's parameters, by Triton's name of its type."""
 
+SCRATCH = ("global_scratch_size", "profile_scratch_size")
+"""Memories that Triton's launcher brings along, for what it adds to kernels on request."""
+
 STARTS_EARLY = 6
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION."""
 
@@ -55,8 +58,12 @@ class Queue:
     def add(self, kernel: Any, programs: int, arguments: Iterable[Any], places: dict[int, int]) -> None:
         """A compiled kernel, loaded on the current device; `places` are those of the tensors, by their `id`.
 
-        KeyError where an argument is none of these tensors, or a number of another kind.
+        KeyError where an argument is none of these tensors, or a number of another kind, or where the kernel wants
+        memory of Triton's.
         """
+        wanted = [name for name in SCRATCH if getattr(kernel.metadata, name, 0)]
+        if wanted:
+            raise KeyError(wanted[0])
         parameters = []
         for kind, value in _flat(tuple(kernel.src.signature.values()), tuple(arguments)):
             if isinstance(value, Tensor):
@@ -64,7 +71,7 @@ class Queue:
             else:
                 self.kept.append(NUMBERS[kind](value))
                 parameters.append(ctypes.addressof(self.kept[-1]))
-        # Triton's two scratch memories, of which no kernel here has any.
+        # Triton's two scratch memories.
         parameters += [ctypes.addressof(_NOTHING)] * 2
         warps, _, shared = kernel.packed_metadata
         config = _Config((programs, 1, 1), (32 * warps, 1, 1), shared)

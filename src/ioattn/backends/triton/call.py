@@ -48,18 +48,18 @@ class Call:
     """Groups of kernels; those of one group are handed the same arguments, made of the tensors by `describe`.
 
     Triton's compiler wants tensors and names. Compiled kernels are started by a `Queue` of the driver's, unless someone
-    wants to be told of launches, or an argument is made of a tensor by a copy.
+    wants to be told of launches, Triton adds something to kernels on request, or an argument is a copy of a tensor.
     """
 
     def __init__(
         self,
         groups: Sequence[Sequence[Prepared]],
         describe: Callable[[Sequence[Any]], Sequence[Arguments]],
-        tensors: Sequence[Tensor | None],
     ) -> None:
         self.groups, self.describe = groups, describe
         self.queue: Queue | None = None
-        self.may_queue = not INTERPRETED and torch.version.hip is None
+        instrumented = getattr(triton.knobs.compilation, "instrumentation_mode", "")
+        self.may_queue = not INTERPRETED and not instrumented and torch.version.hip is None
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> None:
         """Start the kernels of each group in order."""
@@ -81,12 +81,12 @@ class Call:
         # One tensor may be handed over twice, and two another time.
         apart = [None if x is None else x.detach() for x in tensors]
         places = {id(x): i for i, x in enumerate(apart) if x is not None}
-        queue = Queue(len(apart))
         try:
+            queue = Queue(len(apart))
             for group, arguments in zip(self.groups, self.describe(apart), strict=True):
                 for kernel in group:
                     if kernel.runner is not None:
                         queue.add(kernel.runner.kernel, kernel.programs, (*arguments, *kernel.constant), places)
-        except KeyError:
+        except (KeyError, OSError, AttributeError):
             return None
         return queue

@@ -82,7 +82,7 @@ def prepare_attention(
         return decode_arguments(inputs, x[-4], x[-3], None if combine is None else (x[-2], x[-1]))
 
     groups = [[main]] if combine is None else [[main], [combine]]
-    call = Call(groups, describe, (*tensors, out, lse, *_partial_results(problem, number)))
+    call = Call(groups, describe)
 
     def run(tensors: CacheTensors, out: Tensor, lse: Tensor) -> None:
         call((*tensors, out, lse, *_partial_results(problem, number)))
@@ -98,7 +98,7 @@ def prepare_rows(
     def describe(x: Sequence[Any]) -> list[Arguments]:
         return [(inputs_of(problem, CacheTensors(*x[:-2])), Matrix.of(x[-2]), Matrix.of(x[-1]))]
 
-    call = Call([[prepare_append(problem, tensors, k_new, v_new)]], describe, (*tensors, k_new, v_new))
+    call = Call([[prepare_append(problem, tensors, k_new, v_new)]], describe)
 
     def run(tensors: CacheTensors, k_new: Tensor, v_new: Tensor) -> None:
         call((*tensors, k_new, v_new))

@@ -93,7 +93,7 @@ def prepare(problem: Problem, tensors: Tensors, out: Tensor, lse: Tensor) -> Cal
 
     steps = prepare_forward(problem, tensors, out, gpu_of(problem.device))
     wanted = halves.wanted(steps)
-    call = Call(steps, describe, (*tensors, out, lse, *halves.room_for(problem, wanted, tensors, None)))
+    call = Call(steps, describe)
 
     def run(tensors: Tensors, out: Tensor, lse: Tensor) -> None:
         call((*tensors, out, lse, *halves.room_for(problem, wanted, tensors, None)))
@@ -120,9 +120,8 @@ def prepare_gradients(
         totals, partial = torch.empty_like(lse) if improved else None, _room_for_parts(grads.dbias, parts)
         return totals, partial, *rows_for(problem, lse), *halves.room_for(problem, wanted, tensors, dout)
 
-    example = (*tensors, *grads, out, lse, dout, dlse, *scratch(tensors, lse, dout, grads))
-    before = Call(steps[:-1], lambda x: describe(x)[:-1], example)
-    bias_gradient = Call([steps.bias], lambda x: describe(x)[-1:], example)
+    before = Call(steps[:-1], lambda x: describe(x)[:-1])
+    bias_gradient = Call([steps.bias], lambda x: describe(x)[-1:])
 
     def run(tensors: Tensors, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, grads: Gradients) -> None:
         if grads.dbias is not None:
