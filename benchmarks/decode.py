@@ -292,9 +292,7 @@ def flashinfer(case: Case, example: CacheTensors) -> Call:
         wrapper.plan(starts * pages, table.flatten(), full, *shape, **types)
     else:
         wrapper = package.BatchPrefillWithPagedKVCacheWrapper(workspace, layout, backend="fa2")
-        wrapper.plan(
-            starts * case.n_q, starts * pages, table.flatten(), full, *shape, causal=True, **types
-        )  # fmt: skip
+        wrapper.plan(starts * case.n_q, starts * pages, table.flatten(), full, *shape, causal=True, **types)
 
     def call(tensors: CacheTensors) -> Tensor:
         rows = tensors.q.transpose(1, 2).reshape(-1, case.heads, case.dim)
@@ -311,7 +309,8 @@ def paged(case: Case, cache: Tensor) -> Tensor:
         return rows if case.page else rows.reshape(-1, PAGE, case.kv_heads, case.dim)
     if case.page:
         return cache
-    count = cache.shape[0] * case.kv_heads * (case.keys // PAGE) - (case.kv_heads - 1) * (case.keys // PAGE)
+    # The pages of a sequence's heads lie one after the other: its own are those of its first head.
+    count = ((case.batch - 1) * case.kv_heads + 1) * (case.keys // PAGE)
     size = (count, case.kv_heads, PAGE, case.dim)
     return cache.as_strided(size, (PAGE * case.dim, case.keys * case.dim, case.dim, 1))
 
