@@ -38,6 +38,8 @@ class Config:
     wait_after_max: bool = False
     thread_sums: bool = False
     """Whether each thread sums what it holds of a row, and a row's four threads meet only when the tile ends."""
+    early_decay: bool = False
+    """Whether, of sums by thread, what was summed before is taken in with the last quarter of a block's weights."""
     longest_first: bool = False
     has_lo: bool = False
     has_hi: bool = False
@@ -78,7 +80,8 @@ def tiles(problem: Problem) -> Config:
         # In turn costs 2%; a third stage in the place of the output's own buffer, 4%. The loader of a masked kernel has
         # more to hold, and 40 registers for it instead of 24 give N 2048 causal 552 against 543. Half the keys per step
         # where a diagonal is most of the work: N 512 causal 285 against 258 TFLOP/s. Sums by threads: causal N 8192
-        # 646 / 642, N 512 314 / 317; full, with the wait after the row maximum, N 2048 654 / 645, N 8192 652 / 647.
+        # 646 / 642; full, with the wait after the row maximum, N 2048 654 / 645, N 8192 652 / 647. Their decay early:
+        # causal N 512 319 / 315 (against whole sums), N 2048 586 / 577, N 8192 644 / 643, full 697 / 688, 662 / 650.
         narrow = bounded and problem.len_k <= 512
         return Config(
             dim,
@@ -88,11 +91,13 @@ def tiles(problem: Problem) -> Config:
             stages=4 if narrow else 2,
             registers=232 if bounded else 240,
             wait_after_max=not bounded,
-            thread_sums=not narrow,
+            thread_sums=True,
+            early_decay=True,
         )
     # A buffer for all of the output fits in only where Q's is, which then comes late: full N 2048 737 in halves / 719.
     # A masked kernel's loader needs the registers here, too: N 8192 728 / 717. The wait: causal N 8192 643 / 614.
-    # Sums by threads: causal N 8192 719 / 701; full, with the wait, which costs 1% without them, 723 / 711.
+    # Sums by threads: causal N 8192 719 / 701; full, with the wait, which costs 1% without them, 723 / 711. Their decay
+    # early: causal N 2048 588 / 600, N 8192 718 / 741.
     return Config(
         dim,
         dim_v,
@@ -112,16 +117,19 @@ def _tiles_64(problem: Problem, bounded: bool) -> Config:
     if bounded and longest <= (1024 if problem.packed else 2048):
         # Blocks of one group, whose ends hide behind each other's products; each fetches K and V for 64 rows only, and
         # at longer N L2 is the limit. Causal, against more groups in one block: N 512 273 / 222, N 1024 359 / 318,
-        # N 2048 417 / 413, N 8192 427 / 482; packed, up to 1000 rows each 286 / 232, up to 2048 354 / 362.
-        return Config(64, 64, groups=1, keys=64, stages=3, registers=136, beside=3, thread_sums=True)
+        # N 2048 417 / 413, N 8192 427 / 482; packed, up to 1000 rows each 286 / 232, up to 2048 354 / 362. The decay of
+        # sums early: causal N 512 268 / 264, N 1024 359 / 356, N 2048 386 / 379.
+        return Config(64, 64, groups=1, keys=64, stages=3, registers=136, beside=3, thread_sums=True, early_decay=True)
     if not bounded and longest <= 512:
-        # The same where no diagonal asks for few keys per step: N 512 404 / 390, N 768 434 / 485.
-        return Config(64, 64, groups=1, keys=128, stages=2, registers=216, beside=2, thread_sums=True)
+        # The same where no diagonal asks for few keys per step: N 512 404 / 390, N 768 434 / 485. The decay
+        # of sums early: N 512 382 / 378.
+        return Config(64, 64, groups=1, keys=128, stages=2, registers=216, beside=2, thread_sums=True, early_decay=True)
     if problem.len_q <= (1024 if bounded else 512):
         # Three groups leave much of the last tile empty: N 512 full 347 / 321, N 1024 causal 297 / 280.
         return Config(64, 64, groups=2, keys=128, stages=4, registers=240, ping_pong=True)
     # In turn: full N 2048 511 / 473. Waiting for P V after the row maximum: full N 8192 540 / 530, causal -1%. Sums by
-    # threads: full N 2048 517 / 513, causal N 8192 494 / 499.
+    # threads: full N 2048 517 / 513, causal N 8192 494 / 499. Their decay early: full N 2048 529 / 525,
+    # N 8192 534 / 533.
     return Config(
         64,
         64,
@@ -132,6 +140,7 @@ def _tiles_64(problem: Problem, bounded: bool) -> Config:
         ping_pong=True,
         wait_after_max=not bounded,
         thread_sums=not bounded,
+        early_decay=True,
     )
 
 

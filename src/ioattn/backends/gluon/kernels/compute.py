@@ -94,7 +94,10 @@ def pipeline(call, tile, q_tile, q_place, rows, keys, top, state, GROUP: gl.cons
     """
     early: gl.constexpr = not call.config.has_lo
     if top > keys.full:
-        state, weights = begin(call, tile, q_tile, rows, top - 1, state, GROUP)
+        summed = 0
+        if call.config.has_hi:
+            summed = keys.last - top
+        state, weights = begin(call, tile, q_tile, rows, top - 1, state, summed, GROUP)
         for n in range(top - 1 - keys.full):
             state, weights = step(call, tile, q_tile, rows, top - 2 - n, state, weights, GROUP)
         if early:
@@ -121,8 +124,11 @@ def let_pass(call, place, turn, n, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def begin(call, tile, q_tile, rows, block, state, GROUP: gl.constexpr):
-    """The first block of the pipeline, and the only one in it that may need a mask: nothing to overlap with yet."""
+def begin(call, tile, q_tile, rows, block, state, summed, GROUP: gl.constexpr):
+    """The first block of the pipeline, and the only one in it that may need a mask: nothing to overlap with yet.
+
+    `summed`: how many blocks came before. After none there is nothing to scale.
+    """
     scores = multiply_keys(call, q_tile, state, GROUP)
     call.turns.pass_on(GROUP)
     scores = warpgroup_mma_wait(0, deps=[scores])
@@ -131,7 +137,9 @@ def begin(call, tile, q_tile, rows, block, state, GROUP: gl.constexpr):
     factor = call.scoring.factor()
     row_max = gl.maximum(state.row_max, gl.max(scores, 1) * factor)
     weights, decay, row_sum = exponentials(call, scores, row_max, state.row_max, state.row_sum, factor)
-    acc = state.acc * gl.convert_layout(decay, call.layouts.acc_row)[:, None]
+    acc = state.acc
+    if summed != 0:
+        acc = acc * gl.convert_layout(decay, call.layouts.acc_row)[:, None]
     weights = gl.convert_layout(weights.to(q_tile.dtype), call.layouts.weights)
     return State(acc, row_max, row_sum, state.place, state.turn.again()), weights
 
@@ -182,7 +190,7 @@ def step_alone(call, tile, q_tile, rows, block, state, GROUP: gl.constexpr):
     A branch around the mask inside the pipeline makes the compiler wait for the product with V before the softmax, not
     in its middle: 7% (H200, D 128, N 16384). A loop of its own in there makes it unpack and repack the weights.
     """
-    state, weights = begin(call, tile, q_tile, rows, block, state, GROUP)
+    state, weights = begin(call, tile, q_tile, rows, block, state, 1, GROUP)
     return end(call, state, weights)
 
 
@@ -218,4 +226,4 @@ def exponentials(call, scores, row_max, old_max, row_sum, factor):
     finite_max = gl.where(row_max == -INF, 0.0, row_max)  # a row that has seen no key yet: exp2(-inf - 0) is 0
     weights = gl.exp2(scores * factor - finite_max[:, None])
     decay = gl.exp2(old_max - finite_max)
-    return weights, decay, add_block(row_sum, decay, weights, call.config.thread_sums)
+    return weights, decay, add_block(row_sum, decay, weights, call.config.thread_sums, call.config.early_decay)

@@ -20,12 +20,29 @@ def sum_rows(tile, by_thread: gl.constexpr):
 
 
 @gluon.jit
-def add_block(sums, decay, weights, by_thread: gl.constexpr):
-    """The sums with another block's weights, after what was summed before has shrunk."""
-    more = sum_rows(weights, by_thread)
-    if by_thread:
-        decay = gl.convert_layout(decay, gl.SliceLayout(1, more.type.layout))[:, None]
-    return sums * decay + more
+def add_block(sums, decay, weights, by_thread: gl.constexpr, early: gl.constexpr):
+    """The sums with another block's weights, after what was summed before has shrunk.
+
+    The assembler orders instructions by what waits for them. With `early`, what was summed before joins when a quarter
+    of the weights is left: the decay is known by then, and what else it scales fills the gaps between the exponentials
+    that remain. Joined last, it is computed last, and joined first, it holds up all exponentials.
+    """
+    if by_thread and early:
+        ROWS: gl.constexpr = weights.shape[0]
+        PAIRS: gl.constexpr = weights.shape[1] // 8
+        pairs = gl.sum(weights.reshape([ROWS, PAIRS, 4, 2]), 3)
+        layout: gl.constexpr = gl.SliceLayout(1, pairs.type.layout)
+        decay = gl.convert_layout(decay, gl.SliceLayout(1, layout))[:, None]
+        before = (gl.convert_layout(sums, layout) * decay)[:, None, :]
+        place = gl.arange(0, PAIRS, gl.SliceLayout(0, gl.SliceLayout(2, pairs.type.layout)))[None, :, None]
+        total = gl.sum(gl.where(place == PAIRS // 4 * 3, pairs + before, pairs), 1)
+        total = gl.convert_layout(total, sums.type.layout)
+    else:
+        more = sum_rows(weights, by_thread)
+        if by_thread:
+            decay = gl.convert_layout(decay, gl.SliceLayout(1, more.type.layout))[:, None]
+        total = sums * decay + more
+    return total
 
 
 @gluon.jit
