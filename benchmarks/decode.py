@@ -1,6 +1,6 @@
 """Times decoding over a key/value cache on this GPU against FA3, FlashInfer and torch's backends, in TB/s of K and V.
 
-    python benchmarks/decode.py [--only B16] [--tiles] [--csv decode.csv] [--milliseconds 120]
+    python benchmarks/decode.py [--only B16] [--tiles] [--csv decode.csv] [--milliseconds 120] [--rounds 1]
 
 Each time is that of a call inside of a CUDA graph which holds calls over several caches, together larger than the L2
 cache, so that none is found there. Replays are queued behind a pause of the device, and only the device's time between
@@ -408,18 +408,27 @@ def implementations(case: Case, example: CacheTensors, tiles: bool) -> Iterator[
 
 
 def measure(case: Case, options: argparse.Namespace, rows: list[list[str]]) -> None:
-    """All implementations of one case."""
+    """All implementations of one case, in turns as often as asked."""
     work = workload(case)
-    for name, call in implementations(case, work.each[0], options.tiles):
-        try:
-            error = check(work, call)
-            report(case, name, in_graph(work, call, options.milliseconds), error, rows)
-            if case in (SHORT, SHORTEST) and name in NAMES:
-                report(case, f"{name}+host", from_python(work, call, options.milliseconds), error, rows)
-        except Exception as fault:
-            sys.stdout.write(f"{case!s:<42} {name:<38} {type(fault).__name__}: {str(fault).splitlines()[0][:90]}\n")
+    right = [(name, call, check(work, call)) for name, call in working(case, work, options.tiles)]
+    turns = [[in_graph(work, call, options.milliseconds) for _, call, _ in right] for _ in range(options.rounds)]
+    for (name, call, error), taken in zip(right, zip(*turns, strict=True), strict=True):
+        times, spreads = zip(*taken, strict=True)
+        report(case, name, (statistics.median(times), statistics.median(spreads)), error, rows)
+        if case in (SHORT, SHORTEST) and name in NAMES:
+            report(case, f"{name}+host", from_python(work, call, options.milliseconds), error, rows)
     del work
     torch.cuda.empty_cache()
+
+
+def working(case: Case, work: Workload, tiles: bool) -> Iterator[tuple[str, Call]]:
+    """The implementations that run this case in a graph; what the others say is printed."""
+    for name, call in implementations(case, work.each[0], tiles):
+        try:
+            in_graph(work, call, 0)
+            yield name, call
+        except Exception as fault:
+            sys.stdout.write(f"{case!s:<42} {name:<38} {type(fault).__name__}: {str(fault).splitlines()[0][:90]}\n")
 
 
 def compile_share(share: str, cases: list[Case], tiles: bool) -> None:
@@ -467,6 +476,7 @@ def main() -> None:
     parser.add_argument("--tiles", action="store_true", help="also other tiles and numbers of pieces")
     parser.add_argument("--csv", default="", help="write the rows to this file")
     parser.add_argument("--milliseconds", type=float, default=120, help="per measurement")
+    parser.add_argument("--rounds", type=int, default=1, help="measurements of each, in turns, whose median counts")
     parser.add_argument("--compile", default="", help="I/N: only compile this share")
     options = parser.parse_args()
     cases = [case for case in CASES if options.only in str(case)]
