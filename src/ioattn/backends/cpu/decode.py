@@ -22,10 +22,12 @@ from ioattn.backends.cpu.rows import (
     STATE_WORDS,
     add_values,
     fetch_rows,
+    join_columns,
     merge_row,
     move_on,
     row_scores,
     row_softmax,
+    split_columns,
     start_row,
 )
 from ioattn.backends.cpu.softmax import Recipe
@@ -37,6 +39,14 @@ ROWS_AT_ONCE = (4, 1)
 
 GROUP_BYTES = 4096
 """Of k or v that are worked on at once, while the next as many are fetched: 2 and 8 KiB did no better."""
+
+STREAM_BYTES = 1024
+"""Of each stream that are read before the next one's turn, where strips of v go over the same rows again."""
+
+LEAST_KEYS = 64
+"""Of a stretch that is read as streams, `KEYS` of them side by side.
+
+Processors fetch ahead along each, but not from one 4 KiB page into the next; while one waits there, others go on."""
 
 
 def decode(target: Target, recipe: Recipe) -> str:
@@ -61,6 +71,17 @@ class _Rows(NamedTuple):
     step: Value
 
 
+class _Part(NamedTuple):
+    """Rows of k or v that are read together: the first, how they lie (see `row_scores`), and where the next ones are."""
+
+    first: Value
+    tiles: Value
+    step: Value
+    apart: Value
+    rest: Value
+    ahead: Value
+
+
 class _Decode(Worker):
     """Builds the worker; a method per step of a task."""
 
@@ -75,6 +96,7 @@ class _Decode(Worker):
         self.add_values = {n: add_values(module, target, n, self.row_type) for n in ROWS_AT_ONCE}
         self.add_guarded = {n: add_values(module, target, n, self.row_type, guarded=True) for n in ROWS_AT_ONCE}
         self.fetch_rows = fetch_rows(module)
+        self.split_columns, self.join_columns = split_columns(module, target), join_columns(module, target)
         self.move_on = move_on(module, target)
         self.find_nonfinite = packing.find_nonfinite(module, target, "find_nonfinite_in_words", self.row_type)
         self.unstage_out = packing.unstage(module, target, "unstage_out", recipe.dtype, how="divide")
@@ -86,7 +108,6 @@ class _Decode(Worker):
         kv_heads = args.heads // args.group
         seq, kv_head = Sequence(args, pair // kv_heads), pair % kv_heads
         rows = args.group * seq.len_q
-        self.group = [self._group(words) for words in (args.dim_padded, args.dim_v_padded)]
         self._pack_queries(seq, kv_head)
         state = self._state(pair, number)
         with f.loop(0, rows) as index:
@@ -126,6 +147,9 @@ class _Decode(Worker):
                 self.stage_input, src, args.q_row, args.q_col, seq.len_q, args.dim, dst, row_bytes, seq.len_q,
                 args.dim_padded, args.query_factor,
             )  # fmt: skip
+        if self.row_type == "bf16":
+            with f.loop(0, args.group * seq.len_q) as index:
+                f.call(self.split_columns, self.scratch.q_rows + index * row_bytes, args.dim_padded)
 
     def _block(self, seq: Sequence, kv_head: Value, state: Value, keys: tuple[Value, Value]) -> None:
         """All queries against the first block of some keys."""
@@ -162,35 +186,50 @@ class _Decode(Worker):
 
     def _score(self, k: _Rows, beyond: Value | None, keys: tuple[Value, Value], rows: Value) -> None:
         """Scores of all queries, from number `keys[0]` on, against `keys[1]` rows of k."""
-        f, args, scratch, (at, count) = self.f, self.args, self.scratch, keys
-        scores_row, q_row, step = args.block_keys * 4, args.dim_padded * 4, self.group[0]
-        with f.loop(0, count, step) as start:
-            there, number = self._next_group(k, beyond, start + step, step, count)
-            f.call(self.fetch_rows, there, k.step, number, args.dim_padded * SIZES[self.row_type])
+        args, scratch = self.args, self.scratch
+        scores_row, q_row = args.block_keys * 4, args.dim_padded * 4
+        for part in self._parts(k, beyond, keys[1], args.dim_padded, rows, streams=self.row_type == "fp32"):
             for index, n in self._rows_at_once(rows):
-                f.call(
-                    self.row_scores[n], scratch.q_rows + index * q_row, q_row, k.first + start * k.step, k.step,
-                    f.smallest(count - start, step), args.dim_padded,
-                    scratch.scores + (index * scores_row + (at + start) * 4), scores_row,
+                self.f.call(
+                    self.row_scores[n], scratch.q_rows + index * q_row, q_row, k.first + part.first * k.step, k.step,
+                    part.tiles, part.step, part.apart, part.rest, args.dim_padded,
+                    scratch.scores + (index * scores_row + (keys[0] + part.first) * 4), scores_row, part.ahead,
                 )  # fmt: skip
 
     def _add(
         self, kernels: dict[int, Function], v: _Rows, beyond: Value | None, keys: tuple[Value, Value], rows: Value
     ) -> None:
         """The block's sums of all queries += their weights, from number `keys[0]` on, times `keys[1]` rows of v."""
-        f, args, scratch, (at, count) = self.f, self.args, self.scratch, keys
-        scores_row, acc_row, step = args.block_keys * 4, args.dim_v_padded * 4, self.group[1]
-        with f.loop(0, count, step) as start:
-            here = v.first + start * v.step
-            there, number = self._next_group(v, beyond, start + step, step, count)
-            with f.when(rows < ROWS_AT_ONCE[0]):
-                f.call(self.fetch_rows, there, v.step, number, args.dim_v_padded * SIZES[self.row_type])
+        args, scratch = self.args, self.scratch
+        scores_row, acc_row = args.block_keys * 4, args.dim_v_padded * 4
+        for part in self._parts(v, beyond, keys[1], args.dim_v_padded, rows, streams=False):
             for index, n in self._rows_at_once(rows):
-                f.call(
-                    kernels[n], scratch.scores + (index * scores_row + (at + start) * 4), scores_row, here, v.step,
-                    f.smallest(count - start, step), scratch.acc + index * acc_row, acc_row,
-                    args.dim_v_padded // self.target.lanes, f.select(index.equals(0), there, here),
+                self.f.call(
+                    kernels[n], scratch.scores + (index * scores_row + (keys[0] + part.first) * 4), scores_row,
+                    v.first + part.first * v.step, v.step, part.tiles, part.step, part.apart, part.rest,
+                    scratch.acc + index * acc_row, acc_row, args.dim_v_padded // self.target.lanes, part.ahead,
                 )  # fmt: skip
+
+    def _parts(
+        self, x: _Rows, beyond: Value | None, count: Value, words: Value, rows: Value, *, streams: bool
+    ) -> Iterator[_Part]:
+        """A stretch of `count` rows of k or v, in the order in which they are read.
+
+        Few queries read long stretches as streams, several only where that paid (`streams`).
+        """
+        f, size, tiles = self.f, words * SIZES[self.row_type], count // KEYS
+        few, long = rows < ROWS_AT_ONCE[0], count >= LEAST_KEYS
+        side_by_side = (few | int(streams)) & long
+        step, apart = f.select(side_by_side, 1, f.constant(KEYS)), f.select(side_by_side, tiles, 1)
+        group = f.largest(f.select(side_by_side, STREAM_BYTES, f.constant(GROUP_BYTES // KEYS)) // size, 1)
+        with f.loop(0, tiles, group) as tile:
+            first = tile * step
+            there, number = self._next_group(x, beyond, first + group * step, group * KEYS, count)
+            with f.when(few & (long ^ 1)):
+                f.call(self.fetch_rows, there, x.step, number, size)
+            there = f.select(side_by_side, x.first + (first + 1) * x.step, there)
+            yield _Part(first, f.smallest(tiles - tile, group), step, apart, f.constant(0), there)
+        yield _Part(tiles * KEYS, f.constant(0), step, apart, count % KEYS, x.first)
 
     def _next_group(
         self, rows: _Rows, beyond: Value | None, start: Value, step: Value, count: Value
@@ -210,11 +249,6 @@ class _Decode(Worker):
             with self.f.loop(done, stop, n) as index:
                 yield index, n
             done = stop
-
-    def _group(self, words: Value) -> Value:
-        """How many rows of k or v are read at once."""
-        f = self.f
-        return f.largest(f.constant(GROUP_BYTES) // (words * SIZES[self.row_type]), KEYS)
 
     @contextmanager
     def _stretches(self, first: Value, count: Value) -> Iterator[tuple[Value, Value, Value]]:
@@ -298,5 +332,7 @@ class _Decode(Worker):
             self.merge_row, states, args.partial_chunk, args.chunks, sink.value, scratch.out_rows, args.dim_v_padded,
             lse, scratch.row_sum,
         )  # fmt: skip
+        if self.row_type == "bf16":
+            f.call(self.join_columns, scratch.out_rows, args.dim_v_padded)
         out = row.seq.query("out", row.head, row.query)
         f.call(self.unstage_out, scratch.out_rows, 0, out, 0, args.out_col, 1, args.dim_v, scratch.row_sum, 0)
