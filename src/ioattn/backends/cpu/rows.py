@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ioattn.backends.cpu.ir import F32, I32, Function, Module, Type, Value, Variable
+from ioattn.backends.cpu.ir import F32, I32, PTR, Function, Module, Type, Value, Variable
 from ioattn.backends.cpu.jit import Target
 from ioattn.backends.cpu.softmax import Recipe
 from ioattn.backends.cpu.tiles import LOG2E, NEGATIVE_ZERO, SIZES, add_log, exp2, read_columns
@@ -59,35 +59,46 @@ def _reorder(module: Module, target: Target, name: str, columns: list[int]) -> F
     return f
 
 
-def row_scores(module: Module, target: Target, rows: int, dtype: str) -> Function:
-    """The scores of `rows` queries against `tiles` tiles of keys and a rest, each read and converted once for all.
+_ORDER = "ptr starts, i64 first, i64 row, i64 tiles, i64 step, i64 apart, i64 rest, i64 ahead"
+"""Which rows a kernel reads, and in which order.
 
-    From one tile to the next it is `step` rows, within a tile `apart`; a score lies where its key does. What several
-    queries need takes long enough to ask on the way for the rows that lie from `ahead` on as these do from `k` on.
-    """
-    f = module.function(
-        f"row_scores_{rows}",
-        "ptr q, i64 q_row, ptr k, i64 k_row, i64 tiles, i64 step, i64 apart, i64 rest, i64 dim, ptr scores, "
-        "i64 scores_row, ptr ahead",
-    )
+A tile is a row of each of `KEYS` streams, which begin `first` bytes after the addresses at `starts`, and the next tile
+lies `step` rows further on. Rows that are left (`rest`) follow the first stream's beginning. What several queries need
+takes long enough to ask on the way for what lies `ahead` bytes on. A score or weight lies where its row does: from
+stream to stream it is `apart` rows.
+"""
+
+
+def row_scores(module: Module, target: Target, rows: int, dtype: str) -> Function:
+    """The scores of `rows` queries against keys that are read and converted once for all of them."""
+    f = module.function(f"row_scores_{rows}", f"ptr q, i64 q_row, i64 dim, ptr scores, i64 scores_row, {_ORDER}")
     a, dots, together = f.args, _Dots(f, target, rows, dtype), KEYS // min(rows, 2)
+    streams = _streams(f)
     with f.loop(0, a.tiles) as tile:
         for first in range(0, KEYS, together):
-            keys = [tile * a.step + a.apart * (first + i) for i in range(together)]
+            keys = [stream + tile * a.step * a.row for stream in streams[first : first + together]]
             if rows > 1:
                 for key in keys:
                     with f.loop(0, a.dim * SIZES[dtype], LINE) as at:
-                        f.prefetch(a.ahead + (a.k_row * key + at))
-            sums = dots.sums([a.k + a.k_row * key for key in keys])
-            places = [a.scores + (a.scores_row * r + key * 4) for r in range(rows) for key in keys]
-            for i in range(0, len(sums), 4):
-                totals = _four_totals(f, sums[i : i + 4])
-                for lane, place in enumerate(places[i : i + 4]):
-                    place.store(f.lane(totals, lane))
+                        f.prefetch(key + (a.ahead + at))
+            places = [a.scores + (tile * a.step + a.apart * (first + i)) * 4 for i in range(together)]
+            _store_totals(f, dots.sums(keys), [place + a.scores_row * r for r in range(rows) for place in places])
     with f.loop(0, a.rest) as key:
-        for r, total in enumerate(dots.sums([a.k + a.k_row * key])):
+        for r, total in enumerate(dots.sums([streams[0] + key * a.row])):
             (a.scores + (a.scores_row * r + key * 4)).store(f.total(total))
     return f
+
+
+def _streams(f: Function) -> list[Value]:
+    """Where the streams begin."""
+    return [(f.args.starts + 8 * i).load(PTR) + f.args.first for i in range(KEYS)]
+
+
+def _store_totals(f: Function, sums: list[Value], places: list[Value]) -> None:
+    for i in range(0, len(sums), 4):
+        totals = _four_totals(f, sums[i : i + 4])
+        for lane, place in enumerate(places[i : i + 4]):
+            place.store(f.lane(totals, lane))
 
 
 class _Dots:
@@ -150,33 +161,33 @@ def _neighbours(f: Function, a: Value, b: Value) -> Value:
 
 
 def add_values(module: Module, target: Target, rows: int, dtype: str, guarded: bool = False) -> Function:
-    """acc of `rows` queries += their weights times `tiles` tiles of values and a rest, each read once for all.
+    """acc of `rows` queries += their weights times values that are read and converted once for all of them.
 
-    The order is that of `row_scores`. Strips of v are read whose sums stay in registers. Several queries take long
-    enough to ask on the way for the rows from `ahead` on, in the order of memory. `guarded` skips a weight of -0.0,
-    which marks a masked score, for values that are not finite.
+    Strips of v are read whose sums stay in registers. `guarded` skips a weight of -0.0, which marks a masked score, for
+    values that are not finite. For several queries the streams must be neighbours: they read in the order of memory.
     """
     f = module.function(
         f"add_values_{rows}{'_guarded' if guarded else ''}",
-        "ptr weights, i64 weights_row, ptr v, i64 v_row, i64 tiles, i64 step, i64 apart, i64 rest, ptr acc, "
-        "i64 acc_row, i64 vectors, ptr ahead",
+        f"ptr weights, i64 weights_row, ptr acc, i64 acc_row, i64 vectors, {_ORDER}",
     )
-    a, strips, done = f.args, _Strips(f, target, rows, dtype, guarded), f.constant(0)
+    a, streams, done = f.args, _streams(f), f.constant(0)
+    strips = _Strips(f, target, rows, dtype, guarded, streams[0] + a.ahead)
     # Wider strips leave no registers for the skipping.
     for vectors in [n for n in _STRIPS[target.lanes][rows] if n <= 2 or not guarded]:
         end = a.vectors - (a.vectors - done) % vectors
         with f.loop(done, end, vectors) as at, strips.sums(at, vectors) as acc:
             with f.loop(0, a.tiles) as tile:
-                # Only one query reads in another order than that of memory.
-                first, apart = (tile * a.step, a.apart) if rows == 1 else (tile * KEYS, f.constant(1))
-                if rows == 1:
-                    strips.fetch_strip([first + apart * i for i in range(KEYS)], at + vectors, vectors)
-                else:
+                if rows > 1:
                     strips.fetch(vectors)
-                for i in range(KEYS):
-                    strips.add(first + apart * i, at, acc)
+                    for i in range(KEYS):
+                        strips.add(streams[0] + (tile * KEYS + i) * a.row, tile * KEYS + i, at, acc)
+                else:
+                    values = [stream + tile * a.step * a.row for stream in streams]
+                    strips.fetch_strip(values, at + vectors, vectors)
+                    for i, value in enumerate(values):
+                        strips.add(value, tile * a.step + a.apart * i, at, acc)
             with f.loop(0, a.rest) as key:
-                strips.add(key, at, acc)
+                strips.add(streams[0] + key * a.row, key, at, acc)
         done = end
     return f
 
@@ -184,11 +195,11 @@ def add_values(module: Module, target: Target, rows: int, dtype: str, guarded: b
 class _Strips:
     """Emits the steps of `add_values`: the sums of some vectors of acc of all queries stay in registers."""
 
-    def __init__(self, f: Function, target: Target, rows: int, dtype: str, guarded: bool):
+    def __init__(self, f: Function, target: Target, rows: int, dtype: str, guarded: bool, ahead: Value):
         self.f, self.rows, self.dtype, self.guarded = f, rows, dtype, guarded
         self.vector = Type("float", target.lanes)
         self.size = SIZES[dtype] * target.lanes
-        self.ahead, self.line = f.variable(f.args.ahead), f.variable(0)
+        self.ahead, self.line = f.variable(ahead), f.variable(0)
 
     @contextmanager
     def sums(self, at: Value, vectors: int) -> Iterator[list[list[Variable]]]:
@@ -201,11 +212,10 @@ class _Strips:
             for place, total in zip(row, totals, strict=True):
                 place.store(total.value)
 
-    def add(self, key: Value, at: Value, acc: list[list[Variable]]) -> None:
-        """The weights of a key times its value, from vector `at` on."""
+    def add(self, value: Value, key: Value, at: Value, acc: list[list[Variable]]) -> None:
+        """The row at `value`, from vector `at` on, times the weights of number `key`."""
         f, a = self.f, self.f.args
-        v = a.v + (key * a.v_row + at * self.size)
-        x = read_columns(f, v, self.dtype, self.vector.lanes, len(acc[0]))
+        x = read_columns(f, value + at * self.size, self.dtype, self.vector.lanes, len(acc[0]))
         for r, totals in enumerate(acc):
             weight = f.constant((a.weights + (a.weights_row * r + key * 4)).load(F32), self.vector)
             for total, value in zip(totals, x, strict=True):
@@ -214,12 +224,11 @@ class _Strips:
                     added = f.select(weight.bits(self.vector.of(I32)).differs(NEGATIVE_ZERO), added, total.value)
                 total.value = added
 
-    def fetch_strip(self, keys: list[Value], at: Value, vectors: int) -> None:
+    def fetch_strip(self, values: list[Value], at: Value, vectors: int) -> None:
         """Ask for a strip of some rows."""
-        for key in keys:
-            place = self.f.args.v + (key * self.f.args.v_row + at * self.size)
+        for value in values:
             for line in range(0, vectors * self.size, LINE):
-                self.f.prefetch(place + line)
+                self.f.prefetch(value + (at * self.size + line))
 
     def fetch(self, vectors: int) -> None:
         """As many lines as a tile's strip has; a row's end is looked for once per tile, which may ask beyond it."""
@@ -229,7 +238,7 @@ class _Strips:
             f.prefetch(place + line)
         inside = after < a.vectors * self.size
         self.line.value = f.select(inside, after, 0)
-        self.ahead.value = f.select(inside, self.ahead.value, self.ahead.value + a.v_row)
+        self.ahead.value = f.select(inside, self.ahead.value, self.ahead.value + a.row)
 
 
 class _RowScores:
