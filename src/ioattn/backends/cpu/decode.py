@@ -65,16 +65,16 @@ class _Row:
 
 
 class _Stretch(NamedTuple):
-    """Keys of a block that lie in one page, or in `KEYS` whole ones: the first's number, how many, read side by side?"""
+    """Keys of a block that lie in one page, or in `KEYS` whole ones (`pages`), perhaps to be read side by side."""
 
     first: Value
-    count: Value
+    length: Value
     streams: Value
     pages: Value
 
 
 class _Rows(NamedTuple):
-    """A stretch's rows of k or v: the first, their distance in bytes, and the next page's first where there are pages."""
+    """A stretch's rows of k or v: the first, their distance in bytes, and the next page's first, if there are pages."""
 
     first: Value
     step: Value
@@ -191,7 +191,7 @@ class _Decode(Worker):
         f, args, found = self.f, self.args, self.scratch.found
         guarded = f.variable(0)
         with f.when(partial), f.loop(0, f.select(stretch.pages, KEYS, f.constant(1))) as i:
-            count = f.select(stretch.pages, args.page, stretch.count)
+            count = f.select(stretch.pages, args.page, stretch.length)
             words = args.dim_v * SIZES[self.row_type] // 4
             f.call(self.find_nonfinite, (self.scratch.starts + i * 8).load(PTR), v.step, count, words, found)
             guarded.value = guarded.value | found.load(I64)
@@ -223,12 +223,12 @@ class _Decode(Worker):
 
     def _parts(self, x: _Rows, stretch: _Stretch, words: Value, rows: Value) -> Iterator[_Part]:
         """The rows of a stretch in the order in which they are read: as streams, or group by group as they lie."""
-        f, size, tiles = self.f, words * SIZES[self.row_type], stretch.count // KEYS
+        f, size, tiles = self.f, words * SIZES[self.row_type], stretch.length // KEYS
         step, apart = f.select(stretch.streams, 1, f.constant(KEYS)), f.select(stretch.streams, tiles, 1)
         group = f.largest(f.select(stretch.streams, STREAM_BYTES, f.constant(GROUP_BYTES // KEYS)) // size, 1)
         with f.loop(0, tiles, group) as tile:
             first = tile * step
-            there, number = self._next_group(x, first + group * step, group * KEYS, stretch.count)
+            there, number = self._next_group(x, first + group * step, group * KEYS, stretch.length)
             with f.when((rows < ROWS_AT_ONCE[0]) & (stretch.streams ^ 1)):
                 f.call(self.fetch_rows, there, x.step, number, size)
             to_group = f.convert("ptrtoint", there, I64) - f.convert("ptrtoint", x.first + first * x.step, I64)
@@ -236,7 +236,9 @@ class _Decode(Worker):
             order = (first * x.step, x.step, f.smallest(tiles - tile, group), step, apart, f.constant(0), ahead)
             yield _Part(first, (self.scratch.starts, *order))
         whole, none = tiles * KEYS, f.constant(0)
-        yield _Part(whole, (self.scratch.starts, whole * x.step, x.step, none, step, apart, stretch.count % KEYS, none))
+        yield _Part(
+            whole, (self.scratch.starts, whole * x.step, x.step, none, step, apart, stretch.length % KEYS, none)
+        )
 
     def _next_group(self, rows: _Rows, start: Value, step: Value, count: Value) -> tuple[Value, Value]:
         """Where the rows to fetch lie, and how many they are: the group from `start` on, or the first of next page."""
@@ -276,8 +278,8 @@ class _Decode(Worker):
         page = number // args.page if self.recipe.paged else f.constant(0)
         first, step = self._place(name, seq, kv_head, page, number), getattr(args, f"{name}_row")
         if self.recipe.staged:
-            first, step = self.stage_keys(name, first, stretch.count)
-        apart, beyond = f.select(stretch.streams, stretch.count // KEYS, 1) * step, None
+            first, step = self.stage_keys(name, first, stretch.length)
+        apart, beyond = f.select(stretch.streams, stretch.length // KEYS, 1) * step, None
         for i in reversed(range(KEYS)):
             start = first + apart * i
             if self.recipe.paged and not self.recipe.staged and i:

@@ -40,10 +40,12 @@ def fetch_rows(module: Module) -> Function:
 
 
 def split_columns(module: Module, target: Target) -> Function:
+    """Reorder a row of fp32 as `read_columns` reads bfloat16: of every two vectors the even columns, then the odd."""
     return _reorder(module, target, "split_columns", [*range(0, 2 * target.lanes, 2), *range(1, 2 * target.lanes, 2)])
 
 
 def join_columns(module: Module, target: Target) -> Function:
+    """Undo `split_columns`."""
     lanes = target.lanes
     return _reorder(module, target, "join_columns", [half + i for i in range(lanes) for half in (0, lanes)])
 
