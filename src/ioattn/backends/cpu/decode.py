@@ -1,9 +1,9 @@
 """The forward for few queries, and over a cache: lanes run along the head dimension, k and v are read at full width.
 
 A task is a chunk of keys of one key/value head, for all queries that read it: the whole group of a grouped-query
-problem shares each row of k and v. Rows are read as they lie, also 16-bit ones, page by page where there are pages. A
-task leaves row_max, row_sum and acc of its queries in the `partial` workspace; whoever finishes the last chunk of a
-head merges them, in the order of the chunks.
+problem shares each row of k and v. Rows are read where they lie, also 16-bit ones and those of pages; few queries read
+four streams of them side by side. A task leaves row_max, row_sum and acc of its queries in the `partial` workspace;
+whoever finishes the last chunk of a head merges them, in the order of the chunks.
 """
 
 from __future__ import annotations

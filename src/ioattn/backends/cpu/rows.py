@@ -97,6 +97,7 @@ def _streams(f: Function) -> list[Value]:
 
 
 def _store_totals(f: Function, sums: list[Value], places: list[Value]) -> None:
+    """The total of each vector, at its place."""
     for i in range(0, len(sums), 4):
         totals = _four_totals(f, sums[i : i + 4])
         for lane, place in enumerate(places[i : i + 4]):
@@ -220,8 +221,8 @@ class _Strips:
         x = read_columns(f, value + at * self.size, self.dtype, self.vector.lanes, len(acc[0]))
         for r, totals in enumerate(acc):
             weight = f.constant((a.weights + (a.weights_row * r + key * 4)).load(F32), self.vector)
-            for total, value in zip(totals, x, strict=True):
-                added = f.fma(weight, value, total.value)
+            for total, columns in zip(totals, x, strict=True):
+                added = f.fma(weight, columns, total.value)
                 if self.guarded:
                     added = f.select(weight.bits(self.vector.of(I32)).differs(NEGATIVE_ZERO), added, total.value)
                 total.value = added
