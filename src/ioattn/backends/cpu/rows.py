@@ -117,11 +117,8 @@ class _Dots:
         """Of query 0 with each key, then of query 1, and so on."""
         f, dim, lanes = self.f, self.f.args.dim, self.vector.lanes
         acc = [[f.variable(0.0, self.vector) for _ in range(self.chains)] for _ in range(self.rows * len(keys))]
-        fours, whole = dim - dim % (4 * lanes), dim - dim % (2 * lanes)
-        with f.loop(0, fours, 4 * lanes) as at:
-            self._add(keys, at, 2, acc)
-            self._add(keys, at + 2 * lanes, 2, acc)
-        with f.loop(fours, whole, 2 * lanes) as at:
+        whole = dim - dim % (2 * lanes)
+        with f.loop(0, whole, 2 * lanes) as at:
             self._add(keys, at, 2, acc)
         with f.loop(whole, dim, lanes) as at:
             self._add(keys, at, 1, acc)
