@@ -121,11 +121,15 @@ def test_products_keep_their_sums_in_registers(name: str, build: Callable[[Targe
     target = TARGETS[name]
     assert target is not None
     pattern = VECTOR_ON_STACK[target.triple.split("-")[0]]
-    for recipe in recipes(target):
+    as_it_lies = [Recipe("bf16", 1, False, False, natural=True)] if build is decode else []
+    for recipe in recipes(target) + as_it_lies:
         if build is decode and (recipe.paired or recipe.vectors > 1):
             continue
         functions = functions_in(jit.compile_assembly(build(target, recipe), target))
         products = {n: lines for n, lines in functions.items() if n.startswith(("key_product", "accumulate", "add_"))}
+        if recipe in as_it_lies:
+            # Of four queries, values that are not finite may cost one register too many.
+            products.pop("add_values_4_guarded", None)
         assert len(products) >= 3
         for function, lines in products.items():
             spills = [line for line in lines if pattern.search(line)]

@@ -15,7 +15,7 @@ STRIDES = ("batch", "head", "row", "col")
 
 SCRATCH = (
     "q_rows", "q_tile", "q_pairs", "k_rows", "k_pairs", "v_rows", "v_pairs", "scores", "weights", "acc", "state",
-    "row_sum", "found", "out_rows", "bias_rows", "bias_tile", "mask_rows", "mask_tile",
+    "row_sum", "starts", "found", "out_rows", "bias_rows", "bias_tile", "mask_rows", "mask_tile",
     "dout_rows", "dout_tile", "dout_pairs", "dout_fp32", "out_fp32", "dscores", "dscore_rows", "dscore_pairs",
     "dq_acc", "dk_acc", "dv_acc", "dbias_tile",
 )  # fmt: skip

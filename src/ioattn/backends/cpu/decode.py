@@ -1,9 +1,9 @@
 """The forward for few queries, and over a cache: lanes run along the head dimension, k and v are read at full width.
 
 A task is a chunk of keys of one key/value head, for all queries that read it: the whole group of a grouped-query
-problem shares each row of k and v. Rows are read as they lie, also 16-bit ones, page by page where there are pages. A
-task leaves row_max, row_sum and acc of its queries in the `partial` workspace; whoever finishes the last chunk of a
-head merges them, in the order of the chunks.
+problem shares each row of k and v. Rows are read where they lie, also 16-bit ones and those of pages; few queries read
+four streams of them side by side. A task leaves row_max, row_sum and acc of its queries in the `partial` workspace;
+whoever finishes the last chunk of a head merges them, in the order of the chunks.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ from typing import NamedTuple
 
 from ioattn.backends.cpu import packing
 from ioattn.backends.cpu.arguments import Sequence
-from ioattn.backends.cpu.ir import F32, I32, I64, Function, Type, Value
+from ioattn.backends.cpu.ir import F32, I1, I32, I64, PTR, Function, Type, Value
 from ioattn.backends.cpu.jit import Target
 from ioattn.backends.cpu.rows import (
     KEYS,
     STATE_WORDS,
     add_values,
     fetch_rows,
+    join_columns,
     merge_row,
     move_on,
     row_scores,
     row_softmax,
+    split_columns,
     start_row,
 )
 from ioattn.backends.cpu.softmax import Recipe
@@ -37,6 +39,14 @@ ROWS_AT_ONCE = (4, 1)
 
 GROUP_BYTES = 4096
 """Of k or v that are worked on at once, while the next as many are fetched: 2 and 8 KiB did no better."""
+
+STREAM_BYTES = 1024
+"""Of each stream that are read before the next one's turn, where strips of v go over the same rows again."""
+
+LEAST_KEYS = 64
+"""Of a stretch that is read as streams, `KEYS` of them side by side.
+
+Processors fetch ahead along each, but not from one 4 KiB page into the next; while one waits there, others go on."""
 
 
 def decode(target: Target, recipe: Recipe) -> str:
@@ -54,11 +64,28 @@ class _Row:
     index: Value
 
 
+class _Stretch(NamedTuple):
+    """Keys of a block that lie in one page, or in `KEYS` whole ones (`pages`), perhaps to be read side by side."""
+
+    first: Value
+    length: Value
+    streams: Value
+    pages: Value
+
+
 class _Rows(NamedTuple):
-    """Rows of k or v: where the first lies, and their distance in bytes."""
+    """A stretch's rows of k or v: the first, their distance in bytes, and the next page's first, if there are pages."""
 
     first: Value
     step: Value
+    beyond: Value | None
+
+
+class _Part(NamedTuple):
+    """Rows of k or v that are read together: the first's number, and what says how they lie (`rows._ORDER`)."""
+
+    first: Value
+    order: tuple[Value, ...]
 
 
 class _Decode(Worker):
@@ -75,6 +102,7 @@ class _Decode(Worker):
         self.add_values = {n: add_values(module, target, n, self.row_type) for n in ROWS_AT_ONCE}
         self.add_guarded = {n: add_values(module, target, n, self.row_type, guarded=True) for n in ROWS_AT_ONCE}
         self.fetch_rows = fetch_rows(module)
+        self.split_columns, self.join_columns = split_columns(module, target), join_columns(module, target)
         self.move_on = move_on(module, target)
         self.find_nonfinite = packing.find_nonfinite(module, target, "find_nonfinite_in_words", self.row_type)
         self.unstage_out = packing.unstage(module, target, "unstage_out", recipe.dtype, how="divide")
@@ -86,7 +114,6 @@ class _Decode(Worker):
         kv_heads = args.heads // args.group
         seq, kv_head = Sequence(args, pair // kv_heads), pair % kv_heads
         rows = args.group * seq.len_q
-        self.group = [self._group(words) for words in (args.dim_padded, args.dim_v_padded)]
         self._pack_queries(seq, kv_head)
         state = self._state(pair, number)
         with f.loop(0, rows) as index:
@@ -126,6 +153,9 @@ class _Decode(Worker):
                 self.stage_input, src, args.q_row, args.q_col, seq.len_q, args.dim, dst, row_bytes, seq.len_q,
                 args.dim_padded, args.query_factor,
             )  # fmt: skip
+        if self.row_type == "bf16":
+            with f.loop(0, args.group * seq.len_q) as index:
+                f.call(self.split_columns, self.scratch.q_rows + index * row_bytes, args.dim_padded)
 
     def _block(self, seq: Sequence, kv_head: Value, state: Value, keys: tuple[Value, Value]) -> None:
         """All queries against the first block of some keys."""
@@ -133,9 +163,10 @@ class _Decode(Worker):
         first, last = keys
         count = f.smallest(last - first, args.block_keys)
         rows, scores_row = args.group * seq.len_q, args.block_keys * 4
-        with self._stretches(first, count) as (page, at, length):
-            k = self._rows_of("k", seq, kv_head, page, first + at, length)
-            self._score(k, self._page_after("k", seq, kv_head, page), (at, length), rows)
+        few = rows < ROWS_AT_ONCE[0]
+        # Several queries of FP32 read k faster side by side, too, v and 16-bit rows in the order of memory.
+        with self._stretches(first, count, few | int(self.row_type == "fp32")) as k:
+            self._score(self._rows_of("k", seq, kv_head, first, k), k, rows)
         self._show_before_tree(seq, first, count)
         with f.loop(0, rows) as index:
             row, scores = self._row(seq, kv_head, index), scratch.scores + index * scores_row
@@ -144,63 +175,78 @@ class _Decode(Worker):
         if self.recipe.tree:
             full_end = f.smallest(full_end, seq.len_k - seq.len_q)
         partial = (first < full_first) | (first + count > full_end) | int(self.recipe.mask and not self.recipe.tree)
-        with self._stretches(first, count) as (page, at, length):
-            v = self._rows_of("v", seq, kv_head, page, first + at, length)
-            beyond = self._page_after("v", seq, kv_head, page)
-            scratch.found.store(f.constant(0))
-            with f.when(partial):
-                words = args.dim_v if self.row_type == "fp32" else args.dim_v // 2
-                f.call(self.find_nonfinite, *v, length, words, scratch.found)
-            guarded = scratch.found.load(I64).differs(0)
+        with self._stretches(first, count, few) as v:
+            values = self._rows_of("v", seq, kv_head, first, v)
+            guarded = self._guarded(values, v, partial)
             with f.when(guarded):
-                self._add(self.add_guarded, v, beyond, (at, length), rows)
+                self._add(self.add_guarded, values, v, rows)
             with f.unless(guarded):
-                self._add(self.add_values, v, beyond, (at, length), rows)
+                self._add(self.add_values, values, v, rows)
         with f.loop(0, rows) as index:
             block = scratch.acc + index * args.dim_v_padded * 4
             f.call(self.move_on, state + index * self._row_bytes(), block, args.dim_v_padded)
 
-    def _score(self, k: _Rows, beyond: Value | None, keys: tuple[Value, Value], rows: Value) -> None:
-        """Scores of all queries, from number `keys[0]` on, against `keys[1]` rows of k."""
-        f, args, scratch, (at, count) = self.f, self.args, self.scratch, keys
-        scores_row, q_row, step = args.block_keys * 4, args.dim_padded * 4, self.group[0]
-        with f.loop(0, count, step) as start:
-            there, number = self._next_group(k, beyond, start + step, step, count)
-            f.call(self.fetch_rows, there, k.step, number, args.dim_padded * SIZES[self.row_type])
+    def _guarded(self, v: _Rows, stretch: _Stretch, partial: Value) -> Value:
+        """Whether values of a block in which scores may be masked are not finite."""
+        f, args, found = self.f, self.args, self.scratch.found
+        guarded = f.variable(0)
+        with f.when(partial), f.loop(0, f.select(stretch.pages, KEYS, f.constant(1))) as i:
+            count = f.select(stretch.pages, args.page, stretch.length)
+            words = args.dim_v * SIZES[self.row_type] // 4
+            f.call(self.find_nonfinite, (self.scratch.starts + i * 8).load(PTR), v.step, count, words, found)
+            guarded.value = guarded.value | found.load(I64)
+        return guarded.value.differs(0)
+
+    def _score(self, k: _Rows, stretch: _Stretch, rows: Value) -> None:
+        """Scores of all queries against a stretch of keys."""
+        args, scratch = self.args, self.scratch
+        scores_row, q_row = args.block_keys * 4, args.dim_padded * 4
+        for part in self._parts(k, stretch, args.dim_padded, rows):
+            scores = scratch.scores + (stretch.first + part.first) * 4
             for index, n in self._rows_at_once(rows):
-                f.call(
-                    self.row_scores[n], scratch.q_rows + index * q_row, q_row, k.first + start * k.step, k.step,
-                    f.smallest(count - start, step), args.dim_padded,
-                    scratch.scores + (index * scores_row + (at + start) * 4), scores_row,
+                self.f.call(
+                    self.row_scores[n], scratch.q_rows + index * q_row, q_row, args.dim_padded,
+                    scores + index * scores_row, scores_row, *part.order,
                 )  # fmt: skip
 
-    def _add(
-        self, kernels: dict[int, Function], v: _Rows, beyond: Value | None, keys: tuple[Value, Value], rows: Value
-    ) -> None:
-        """The block's sums of all queries += their weights, from number `keys[0]` on, times `keys[1]` rows of v."""
-        f, args, scratch, (at, count) = self.f, self.args, self.scratch, keys
-        scores_row, acc_row, step = args.block_keys * 4, args.dim_v_padded * 4, self.group[1]
-        with f.loop(0, count, step) as start:
-            here = v.first + start * v.step
-            there, number = self._next_group(v, beyond, start + step, step, count)
-            with f.when(rows < ROWS_AT_ONCE[0]):
-                f.call(self.fetch_rows, there, v.step, number, args.dim_v_padded * SIZES[self.row_type])
+    def _add(self, kernels: dict[int, Function], v: _Rows, stretch: _Stretch, rows: Value) -> None:
+        """The block's sums of all queries += their weights times a stretch of values."""
+        args, scratch = self.args, self.scratch
+        scores_row, acc_row = args.block_keys * 4, args.dim_v_padded * 4
+        for part in self._parts(v, stretch, args.dim_v_padded, rows):
+            weights = scratch.scores + (stretch.first + part.first) * 4
             for index, n in self._rows_at_once(rows):
-                f.call(
-                    kernels[n], scratch.scores + (index * scores_row + (at + start) * 4), scores_row, here, v.step,
-                    f.smallest(count - start, step), scratch.acc + index * acc_row, acc_row,
-                    args.dim_v_padded // self.target.lanes, f.select(index.equals(0), there, here),
+                self.f.call(
+                    kernels[n], weights + index * scores_row, scores_row, scratch.acc + index * acc_row, acc_row,
+                    args.dim_v_padded // self.target.lanes, *part.order,
                 )  # fmt: skip
 
-    def _next_group(
-        self, rows: _Rows, beyond: Value | None, start: Value, step: Value, count: Value
-    ) -> tuple[Value, Value]:
+    def _parts(self, x: _Rows, stretch: _Stretch, words: Value, rows: Value) -> Iterator[_Part]:
+        """The rows of a stretch in the order in which they are read: as streams, or group by group as they lie."""
+        f, size, tiles = self.f, words * SIZES[self.row_type], stretch.length // KEYS
+        step, apart = f.select(stretch.streams, 1, f.constant(KEYS)), f.select(stretch.streams, tiles, 1)
+        group = f.largest(f.select(stretch.streams, STREAM_BYTES, f.constant(GROUP_BYTES // KEYS)) // size, 1)
+        with f.loop(0, tiles, group) as tile:
+            first = tile * step
+            there, number = self._next_group(x, first + group * step, group * KEYS, stretch.length)
+            with f.when((rows < ROWS_AT_ONCE[0]) & (stretch.streams ^ 1)):
+                f.call(self.fetch_rows, there, x.step, number, size)
+            to_group = f.convert("ptrtoint", there, I64) - f.convert("ptrtoint", x.first + first * x.step, I64)
+            ahead = f.select(stretch.streams, x.step, to_group)
+            order = (first * x.step, x.step, f.smallest(tiles - tile, group), step, apart, f.constant(0), ahead)
+            yield _Part(first, (self.scratch.starts, *order))
+        whole, none = tiles * KEYS, f.constant(0)
+        yield _Part(
+            whole, (self.scratch.starts, whole * x.step, x.step, none, step, apart, stretch.length % KEYS, none)
+        )
+
+    def _next_group(self, rows: _Rows, start: Value, step: Value, count: Value) -> tuple[Value, Value]:
         """Where the rows to fetch lie, and how many they are: the group from `start` on, or the first of next page."""
         f, place, number = self.f, rows.first + start * rows.step, self.f.smallest(count - start, step)
-        if beyond is None:
+        if rows.beyond is None:
             return place, number
         inside = start < count
-        return f.select(inside, place, beyond), f.select(inside, number, f.smallest(step, self.args.page))
+        return f.select(inside, place, rows.beyond), f.select(inside, number, f.smallest(step, self.args.page))
 
     def _rows_at_once(self, rows: Value) -> Iterator[tuple[Value, int]]:
         """A loop over the queries in fours, then one over what is left: the first of each step, how many."""
@@ -211,35 +257,37 @@ class _Decode(Worker):
                 yield index, n
             done = stop
 
-    def _group(self, words: Value) -> Value:
-        """How many rows of k or v are read at once."""
-        f = self.f
-        return f.largest(f.constant(GROUP_BYTES) // (words * SIZES[self.row_type]), KEYS)
-
     @contextmanager
-    def _stretches(self, first: Value, count: Value) -> Iterator[tuple[Value, Value, Value]]:
-        """Runs for each stretch of the block's keys that lies in one page: the page, the first key, how many keys."""
+    def _stretches(self, first: Value, count: Value, side_by_side: Value) -> Iterator[_Stretch]:
+        """Runs for each stretch of the block's keys."""
         f, args = self.f, self.args
         if not self.recipe.paged:
-            yield f.constant(0), f.constant(0), count
+            yield _Stretch(f.constant(0), count, side_by_side & (count >= LEAST_KEYS), f.constant(0, I1))
             return
-        with f.loop(first // args.page, (first + count + (args.page - 1)) // args.page) as page:
-            start = f.largest(page * args.page, first)
-            yield page, start - first, f.smallest((page + 1) * args.page, first + count) - start
+        at = f.variable(0)
+        with f.loop(first // args.page, (first + count + (args.page - 1)) // args.page), f.when(at.value < count):
+            in_page, left = (first + at.value) % args.page, count - at.value
+            pages = side_by_side & in_page.equals(0) & (args.page * KEYS <= left) & int(not self.recipe.staged)
+            length = f.select(pages, args.page * KEYS, f.smallest(args.page - in_page, left))
+            yield _Stretch(at.value, length, side_by_side & (length >= LEAST_KEYS), pages)
+            at.value = at.value + length
 
-    def _rows_of(self, name: str, seq: Sequence, kv_head: Value, page: Value, first: Value, count: Value) -> _Rows:
-        """Rows of k or v that are all in one page; copies where they must be staged."""
-        src = self._place(name, seq, kv_head, page, first)
-        return _Rows(
-            *self.stage_keys(name, src, count) if self.recipe.staged else (src, getattr(self.args, f"{name}_row"))
-        )
-
-    def _page_after(self, name: str, seq: Sequence, kv_head: Value, page: Value) -> Value | None:
-        """Where the next page's first row lies, or the last one's after it; None without pages."""
-        if not self.recipe.paged or self.recipe.staged:
-            return None
-        following = self.f.smallest(page + 1, self.last_page)
-        return self._place(name, seq, kv_head, following, following * self.args.page)
+    def _rows_of(self, name: str, seq: Sequence, kv_head: Value, block: Value, stretch: _Stretch) -> _Rows:
+        """Rows of k or v, copies where they must be staged; notes where streams of them begin."""
+        f, args, number = self.f, self.args, block + stretch.first
+        page = number // args.page if self.recipe.paged else f.constant(0)
+        first, step = self._place(name, seq, kv_head, page, number), getattr(args, f"{name}_row")
+        if self.recipe.staged:
+            first, step = self.stage_keys(name, first, stretch.length)
+        apart, beyond = f.select(stretch.streams, stretch.length // KEYS, 1) * step, None
+        for i in reversed(range(KEYS)):
+            start = first + apart * i
+            if self.recipe.paged and not self.recipe.staged and i:
+                following = f.smallest(page + i, self.last_page)
+                beyond = self._place(name, seq, kv_head, following, following * args.page)
+                start = f.select(stretch.pages, beyond, start)
+            (self.scratch.starts + 8 * i).store(start)
+        return _Rows(first, step, beyond)
 
     def _place(self, name: str, seq: Sequence, kv_head: Value, page: Value, first: Value) -> Value:
         """Where a row of k or v lies."""
@@ -298,5 +346,7 @@ class _Decode(Worker):
             self.merge_row, states, args.partial_chunk, args.chunks, sink.value, scratch.out_rows, args.dim_v_padded,
             lse, scratch.row_sum,
         )  # fmt: skip
+        if self.row_type == "bf16":
+            f.call(self.join_columns, scratch.out_rows, args.dim_v_padded)
         out = row.seq.query("out", row.head, row.query)
         f.call(self.unstage_out, scratch.out_rows, 0, out, 0, args.out_col, 1, args.dim_v, scratch.row_sum, 0)

@@ -254,6 +254,7 @@ def plan_decode(problem: Problem, lse: tuple[int, ...], bias: torch.dtype | None
             "v_rows": keys * dim_v * 4 if recipe.staged else 0,
             "acc": rows * dim_v * 4,
             "row_sum": 64,
+            "starts": 64,
             "out_rows": dim_v * 4,
             # Masks are staged in whole vectors from any key on.
             **_score_regions(recipe, (keys + target.lanes) * 4),

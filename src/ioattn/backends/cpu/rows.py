@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ioattn.backends.cpu.ir import F32, I32, Function, Module, Type, Value, Variable
+from ioattn.backends.cpu.ir import F32, I32, PTR, Function, Module, Type, Value, Variable
 from ioattn.backends.cpu.jit import Target
 from ioattn.backends.cpu.softmax import Recipe
-from ioattn.backends.cpu.tiles import LOG2E, NEGATIVE_ZERO, SIZES, add_log, exp2, read
+from ioattn.backends.cpu.tiles import LOG2E, NEGATIVE_ZERO, SIZES, add_log, exp2, read_columns
 
 STATE_WORDS = 16
 """Words in front of the acc of a query: row_max, row_sum, its factor, and padding to a cache line."""
 
 KEYS = 4
-"""Keys whose scores are summed at once; their sums then fill one vector of four."""
+"""Keys of a tile: whose rows one step of a kernel reads."""
 
 LINE = 64
 """Bytes of a cache line."""
@@ -39,38 +39,115 @@ def fetch_rows(module: Module) -> Function:
     return f
 
 
-def row_scores(module: Module, target: Target, rows: int, dtype: str) -> Function:
-    """The scores of `rows` queries against `count` keys, which are read and converted once for all of them.
+def split_columns(module: Module, target: Target) -> Function:
+    """Reorder a row of fp32 as `read_columns` reads bfloat16: of every two vectors the even columns, then the odd."""
+    return _reorder(module, target, "split_columns", [*range(0, 2 * target.lanes, 2), *range(1, 2 * target.lanes, 2)])
 
-    Keys are read one after the other, in the order of memory: four streams of them took 1.3 times as long.
-    """
-    f = module.function(
-        f"row_scores_{rows}",
-        "ptr q, i64 q_row, ptr k, i64 k_row, i64 count, i64 dim, ptr scores, i64 scores_row",
-    )
+
+def join_columns(module: Module, target: Target) -> Function:
+    """Undo `split_columns`."""
+    lanes = target.lanes
+    return _reorder(module, target, "join_columns", [half + i for i in range(lanes) for half in (0, lanes)])
+
+
+def _reorder(module: Module, target: Target, name: str, columns: list[int]) -> Function:
+    f = module.function(name, "ptr row, i64 words")
     a, vector = f.args, Type("float", target.lanes)
-    whole = a.count - a.count % KEYS
-    for first, stop, keys in ((0, whole, KEYS), (whole, a.count, 1)):
-        with f.loop(first, stop, keys) as key:
-            k = a.k + key * a.k_row
-            sums = [[f.variable(0.0, vector) for _ in range(keys)] for _ in range(rows)]
-            for i in range(keys):
-                for number in f.unrolled(a.dim // target.lanes, 4):
-                    at = number * target.lanes
-                    x = read(f, k + (a.k_row * i + at * SIZES[dtype]), dtype, target.lanes)
-                    for r in range(rows):
-                        sums[r][i].value = f.fma((a.q + (a.q_row * r + at * 4)).load(vector), x, sums[r][i].value)
-            for r in range(rows):
-                place = a.scores + (a.scores_row * r + key * 4)
-                place.store(_four_totals(f, sums[r]) if keys == KEYS else f.total(sums[r][0].value))
+    with f.loop(0, a.words - a.words % len(columns), len(columns)) as at:
+        low, high = a.row + at * 4, a.row + (at + target.lanes) * 4
+        x, y = low.load(vector), high.load(vector)
+        low.store(f.shuffle(x, y, columns[: target.lanes]))
+        high.store(f.shuffle(x, y, columns[target.lanes :]))
     return f
 
 
-def _four_totals(f: Function, sums: list[Variable]) -> Value:
+_ORDER = "ptr starts, i64 first, i64 row, i64 tiles, i64 step, i64 apart, i64 rest, i64 ahead"
+"""Which rows a kernel reads, and in which order.
+
+A tile is a row of each of `KEYS` streams, which begin `first` bytes after the addresses at `starts`, and the next tile
+lies `step` rows further on. Rows that are left (`rest`) follow the first stream's beginning. What several queries need
+takes long enough to ask on the way for what lies `ahead` bytes on. A score or weight lies where its row does: from
+stream to stream it is `apart` rows.
+"""
+
+
+def row_scores(module: Module, target: Target, rows: int, dtype: str) -> Function:
+    """The scores of `rows` queries against keys that are read and converted once for all of them."""
+    f = module.function(f"row_scores_{rows}", f"ptr q, i64 q_row, i64 dim, ptr scores, i64 scores_row, {_ORDER}")
+    a, dots, together = f.args, _Dots(f, target, rows, dtype), KEYS // min(rows, 2)
+    streams = _streams(f)
+    with f.loop(0, a.tiles) as tile:
+        for first in range(0, KEYS, together):
+            keys = [stream + tile * a.step * a.row for stream in streams[first : first + together]]
+            if rows > 1:
+                for key in keys:
+                    with f.loop(0, a.dim * SIZES[dtype], LINE) as at:
+                        f.prefetch(key + (a.ahead + at))
+            places = [a.scores + (tile * a.step + a.apart * (first + i)) * 4 for i in range(together)]
+            _store_totals(f, dots.sums(keys), [place + a.scores_row * r for r in range(rows) for place in places])
+    with f.loop(0, a.rest) as key:
+        for r, total in enumerate(dots.sums([streams[0] + key * a.row])):
+            (a.scores + (a.scores_row * r + key * 4)).store(f.total(total))
+    return f
+
+
+def _streams(f: Function) -> list[Value]:
+    """Where the streams begin."""
+    return [(f.args.starts + 8 * i).load(PTR) + f.args.first for i in range(KEYS)]
+
+
+def _store_totals(f: Function, sums: list[Value], places: list[Value]) -> None:
+    """The total of each vector, at its place."""
+    for i in range(0, len(sums), 4):
+        totals = _four_totals(f, sums[i : i + 4])
+        for lane, place in enumerate(places[i : i + 4]):
+            place.store(f.lane(totals, lane))
+
+
+class _Dots:
+    """Emits products of some keys with all queries; their sums, lane by lane, stay in registers."""
+
+    def __init__(self, f: Function, target: Target, rows: int, dtype: str):
+        self.f, self.rows, self.dtype = f, rows, dtype
+        self.vector = Type("float", target.lanes)
+        self.chains = 2 if rows == 1 else 1
+        """Sums of a query and a key: eight additions that do not wait for each other keep two units busy."""
+
+    def sums(self, keys: list[Value]) -> list[Value]:
+        """Of query 0 with each key, then of query 1, and so on."""
+        f, dim, lanes = self.f, self.f.args.dim, self.vector.lanes
+        acc = [[f.variable(0.0, self.vector) for _ in range(self.chains)] for _ in range(self.rows * len(keys))]
+        whole = dim - dim % (2 * lanes)
+        with f.loop(0, whole, 2 * lanes) as at:
+            self._add(keys, at, 2, acc)
+        with f.loop(whole, dim, lanes) as at:
+            self._add(keys, at, 1, acc)
+        return [_sum(parts) for parts in acc]
+
+    def _add(self, keys: list[Value], at: Value, vectors: int, acc: list[list[Variable]]) -> None:
+        """The products of `vectors` vectors of columns, from column `at` on."""
+        f, a, lanes = self.f, self.f.args, self.vector.lanes
+        x = [read_columns(f, key + at * SIZES[self.dtype], self.dtype, lanes, vectors) for key in keys]
+        for n in range(vectors):
+            for r in range(self.rows):
+                q = (a.q + (a.q_row * r + at * 4 + n * lanes * 4)).load(self.vector)
+                for i in range(len(keys)):
+                    total = acc[r * len(keys) + i][n % self.chains]
+                    total.value = f.fma(q, x[i][n], total.value)
+
+
+def _sum(parts: list[Variable]) -> Value:
+    total = parts[0].value
+    for part in parts[1:]:
+        total = total + part.value
+    return total
+
+
+def _four_totals(f: Function, sums: list[Value]) -> Value:
     """The totals of four vectors as one vector: sums of neighbours, twice, then of halves."""
-    a, b, c, d = (x.value for x in sums)
+    a, b, c, d = sums
     x = _neighbours(f, _neighbours(f, a, b), _neighbours(f, c, d))
-    while x.type.lanes > KEYS:
+    while x.type.lanes > 4:
         half = x.type.lanes // 2
         x = f.shuffle(x, x, list(range(half))) + f.shuffle(x, x, list(range(half, 2 * half)))
     return x
@@ -84,29 +161,33 @@ def _neighbours(f: Function, a: Value, b: Value) -> Value:
 
 
 def add_values(module: Module, target: Target, rows: int, dtype: str, guarded: bool = False) -> Function:
-    """acc of `rows` queries += their weights times `count` values, which are read and converted once for all of them.
+    """acc of `rows` queries += their weights times values that are read and converted once for all of them.
 
-    Strips of v are read whose sums stay in registers, and processors do not fetch ahead along strips. What several
-    queries need takes long enough to ask on the way for the rows from `ahead` on, in the order of memory. `guarded`
-    skips a weight of -0.0, which marks a masked score, for values that are not finite.
+    Strips of v are read whose sums stay in registers. `guarded` skips a weight of -0.0, which marks a masked score, for
+    values that are not finite. For several queries the streams must be neighbours: they read in the order of memory.
     """
-    name = f"add_values_{rows}{'_guarded' if guarded else ''}"
     f = module.function(
-        name,
-        "ptr weights, i64 weights_row, ptr v, i64 v_row, i64 count, ptr acc, i64 acc_row, i64 vectors, ptr ahead",
+        f"add_values_{rows}{'_guarded' if guarded else ''}",
+        f"ptr weights, i64 weights_row, ptr acc, i64 acc_row, i64 vectors, {_ORDER}",
     )
-    a, strips, done = f.args, _Strips(f, target, rows, dtype, guarded), f.constant(0)
-    whole = a.count - a.count % KEYS
-    # The widest strips leave no registers for the skipping.
-    for vectors in _STRIPS[target.lanes][rows][guarded:]:
+    a, streams, done = f.args, _streams(f), f.constant(0)
+    strips = _Strips(f, target, rows, dtype, guarded, streams[0] + a.ahead)
+    # Wider strips leave no registers for the skipping.
+    for vectors in [n for n in _STRIPS[target.lanes][rows] if n <= 2 or not guarded]:
         end = a.vectors - (a.vectors - done) % vectors
         with f.loop(done, end, vectors) as at, strips.sums(at, vectors) as acc:
-            for first, stop, keys in ((0, whole, KEYS), (whole, a.count, 1)):
-                with f.loop(first, stop, keys) as key:
-                    if rows > 1:
-                        strips.fetch(vectors, keys)
-                    for i in range(keys):
-                        strips.add(key + i, at, acc)
+            with f.loop(0, a.tiles) as tile:
+                if rows > 1:
+                    strips.fetch(vectors)
+                    for i in range(KEYS):
+                        strips.add(streams[0] + (tile * KEYS + i) * a.row, tile * KEYS + i, at, acc)
+                else:
+                    values = [stream + tile * a.step * a.row for stream in streams]
+                    strips.fetch_strip(values, at + vectors, vectors)
+                    for i, value in enumerate(values):
+                        strips.add(value, tile * a.step + a.apart * i, at, acc)
+            with f.loop(0, a.rest) as key:
+                strips.add(streams[0] + key * a.row, key, at, acc)
         done = end
     return f
 
@@ -114,11 +195,11 @@ def add_values(module: Module, target: Target, rows: int, dtype: str, guarded: b
 class _Strips:
     """Emits the steps of `add_values`: the sums of some vectors of acc of all queries stay in registers."""
 
-    def __init__(self, f: Function, target: Target, rows: int, dtype: str, guarded: bool):
+    def __init__(self, f: Function, target: Target, rows: int, dtype: str, guarded: bool, ahead: Value):
         self.f, self.rows, self.dtype, self.guarded = f, rows, dtype, guarded
         self.vector = Type("float", target.lanes)
         self.size = SIZES[dtype] * target.lanes
-        self.ahead, self.line = f.variable(f.args.ahead), f.variable(0)
+        self.ahead, self.line = f.variable(ahead), f.variable(0)
 
     @contextmanager
     def sums(self, at: Value, vectors: int) -> Iterator[list[list[Variable]]]:
@@ -131,29 +212,33 @@ class _Strips:
             for place, total in zip(row, totals, strict=True):
                 place.store(total.value)
 
-    def add(self, key: Value, at: Value, acc: list[list[Variable]]) -> None:
-        """The weights of a key times its value, from vector `at` on."""
+    def add(self, value: Value, key: Value, at: Value, acc: list[list[Variable]]) -> None:
+        """The row at `value`, from vector `at` on, times the weights of number `key`."""
         f, a = self.f, self.f.args
-        v = a.v + (key * a.v_row + at * self.size)
-        x = [read(f, v + n * self.size, self.dtype, self.vector.lanes) for n in range(len(acc[0]))]
+        x = read_columns(f, value + at * self.size, self.dtype, self.vector.lanes, len(acc[0]))
         for r, totals in enumerate(acc):
             weight = f.constant((a.weights + (a.weights_row * r + key * 4)).load(F32), self.vector)
-            for total, value in zip(totals, x, strict=True):
-                added = f.fma(weight, value, total.value)
+            for total, columns in zip(totals, x, strict=True):
+                added = f.fma(weight, columns, total.value)
                 if self.guarded:
                     added = f.select(weight.bits(self.vector.of(I32)).differs(NEGATIVE_ZERO), added, total.value)
                 total.value = added
 
-    def fetch(self, vectors: int, keys: int) -> None:
-        """As many lines as a step reads; a row's end is looked for once per step, which may ask for some beyond it."""
-        f, a, lines = self.f, self.f.args, vectors * self.size * keys // LINE
-        place = self.ahead.value + self.line.value
-        for line in range(lines):
-            f.prefetch(place + line * LINE)
-        after = self.line.value + lines * LINE
+    def fetch_strip(self, values: list[Value], at: Value, vectors: int) -> None:
+        """Ask for a strip of some rows."""
+        for value in values:
+            for line in range(0, vectors * self.size, LINE):
+                self.f.prefetch(value + (at * self.size + line))
+
+    def fetch(self, vectors: int) -> None:
+        """As many lines as a tile's strip has; a row's end is looked for once per tile, which may ask beyond it."""
+        f, a, size = self.f, self.f.args, vectors * self.size * KEYS
+        place, after = self.ahead.value + self.line.value, self.line.value + size
+        for line in range(0, size, LINE):
+            f.prefetch(place + line)
         inside = after < a.vectors * self.size
         self.line.value = f.select(inside, after, 0)
-        self.ahead.value = f.select(inside, self.ahead.value, self.ahead.value + a.v_row)
+        self.ahead.value = f.select(inside, self.ahead.value, self.ahead.value + a.row)
 
 
 class _RowScores:

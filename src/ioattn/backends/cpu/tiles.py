@@ -68,6 +68,18 @@ def read(f: Function, place: Value, dtype: str, lanes: int = 0) -> Value:
     return f.select(place.load(Type("i8", lanes)).differs(0), f.constant(1.0, Type("float", lanes)), 0.0)
 
 
+def read_columns(f: Function, place: Value, dtype: str, lanes: int, vectors: int) -> list[Value]:
+    """Neighbouring columns as `vectors` vectors of fp32: of bfloat16, the even and the odd columns of every two.
+
+    A 32-bit word holds an even and an odd column, and a shift or a mask makes it one of them; neighbours apart would
+    take a move across lanes and a shift each. A single vector is read as it lies.
+    """
+    if dtype != "bf16" or vectors == 1:
+        return [read(f, place + n * lanes * SIZES[dtype], dtype, lanes) for n in range(vectors)]
+    words = [(place + n * lanes * 4).load(Type("float", lanes)) for n in range(vectors // 2)]
+    return [half(f, word) for word in words for half in (_low, _high)]
+
+
 def product(
     module: Module, target: Target, name: str, tile: Tile, layout: Layout, *, start: str, paired: bool, guard: str = ""
 ) -> Function:
