@@ -2,12 +2,12 @@
 
 Scores are held as [K, Q], so that P^T and dS^T are left operands from registers in dV += P^T dO and dK += dS^T Q. For
 dQ = dS K the groups exchange dS through shared memory, and add the result to FP32 sums in global memory by the copy
-engine. They do so for the step before, so that in the middle of a step neither waits for the other's dS (H200, D 128: 7%).
-Notation is that of `ioattn.backends.eager`.
+engine. That is done for the step before, so that no group waits for the other's dS in the middle of a step: 7% at D 128
+on an H200. Notation is that of `ioattn.backends.eager`.
 
 Products are issued so that the tensor cores have some to work on meanwhile: dP during the exponentials, dK during the
-store of dQ. A product whose left operand is in registers holds up the warp until it runs, so dV is issued only when
-dS has been written: before it was computed that cost 10% (H200, D 128), after it and before it was written 2%.
+store of dQ. A product whose left operand is in registers holds up the warp until it runs, so dV is issued only once dS
+is written: before dS was computed it cost 10%, after that but before dS was written 2% (H200, D 128).
 """
 
 from ioattn.backends.gluon.kernels.backward_call import GROUP_KEYS
@@ -28,9 +28,10 @@ from ioattn.backends.gluon.kernels.pipeline import Cursor, start
 
 @aggregate
 class Sums:
-    """What a compute group carries from step to step: its sums, its place in the rings, and which dQ it has yet to make.
+    """What a compute group carries from step to step: its sums, the step before, and its place in the rings.
 
-    `row`: where the rows of the step before lie in the workspace; negative in the first step of a tile. The place of K and V drifts by zero: seen as constant, the descriptors of their parts are held in registers that are
+    `row` says where the rows of the step before lie in the workspace; it is negative in the first step of a tile. The
+    place of K and V drifts by zero: seen as constant, the descriptors of their parts are held in registers that are
     needed otherwise.
     """
 
