@@ -38,8 +38,6 @@ class BackwardConfig:
     dq: str = "halves"
     rotate: bool = False
     sequences: int = 0
-    early: int = 0
-    waits: bool = True
 
     @property
     def sums_dq(self) -> bool:

@@ -195,7 +195,7 @@ def row_ring(desc, numbers_desc, size: gl.constexpr, readers: gl.constexpr, rele
 class Exchange:
     """Buffers that compute groups fill, together or one of them, for groups to read.
 
-    `released`: who fills a buffer waits here until its readers have released it. Else the groups see to it themselves.
+    `released`: who fills a buffer waits until its readers have released it. Else the groups see to that in other ways.
     """
 
     buffers: gl.shared_memory_descriptor
