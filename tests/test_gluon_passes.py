@@ -177,19 +177,20 @@ def in_register_order(rows: Tensor) -> Tensor:
     bases = torch.tensor(register_order(64, 64).offset_bases)
     bits = torch.arange(64 * 64)[:, None] >> torch.arange(12) & 1
     row, col = (bits @ bases).unbind(1)
-    parts = rows.view(-1, 64, DIM // 64, 64).transpose(1, 2)
+    parts = rows.view(-1, 64, rows.shape[1] // 64, 64).transpose(1, 2)
     return parts[..., row, col].contiguous()
 
 
-def test_dq_is_converted_where_its_sequence_lies(run: Run) -> None:
-    rows = torch.arange(run.total * DIM, dtype=torch.float32).view(run.total, DIM) / run.total
+@pytest.mark.parametrize("width", [64, 128])
+def test_dq_is_converted_where_its_sequence_lies(run: Run, width: int) -> None:
+    rows = torch.arange(run.total * width, dtype=torch.float32).view(run.total, width) / run.total
     dq = torch.full_like(run.tensors.q, torch.nan)
     offsets, (dim, scale) = run.tensors.cu_seqlens_q, (run.problem.dim, 0.5)
     around.convert[(run.total // 64,)](
-        *(in_register_order(rows), dq, strides_of(dq), run.flag, offsets, (*run.sizes, dim), scale, 64, DIM),
+        *(in_register_order(rows), dq, strides_of(dq), run.flag, offsets, (*run.sizes, dim), scale, 64, width),
         run.sequences,
     )
-    by_head = rows.view(run.entries, run.problem.heads, run.head_rows, DIM)[..., :dim] * scale
+    by_head = rows.view(run.entries, run.problem.heads, run.head_rows, width)[..., :dim] * scale
     starts = [0] if offsets is None else offsets.tolist()
     for b, length in enumerate(run.case.len_q):
         start = 0 if offsets is None else 128 * (b + -(-starts[b] // 128))
