@@ -24,6 +24,7 @@ import triton.language as tl  # noqa: E402
 
 from ioattn.backends.gluon.backward_config import head_rows  # noqa: E402
 from ioattn.backends.gluon.kernels import around, repair  # noqa: E402
+from ioattn.backends.gluon.kernels.backward_call import register_order  # noqa: E402
 from ioattn.backends.gluon.launch import strides_of  # noqa: E402
 
 DIM = 64
@@ -171,14 +172,25 @@ def test_repaired_gradients_are_the_specifications(run: Run) -> None:
         assert (mine[finite] - truth[finite]).norm() <= 4 * torch.finfo(torch.float16).eps * truth[finite].norm(), name
 
 
-def test_dq_is_converted_where_its_sequence_lies(run: Run) -> None:
-    rows = torch.arange(run.total * DIM, dtype=torch.float32).view(run.total, DIM) / run.total
+def in_register_order(rows: Tensor) -> Tensor:
+    """The sums of dQ as the compute groups leave them: parts of 64 by 64, each in the order of `register_order`."""
+    bases = torch.tensor(register_order(64, 64).offset_bases)
+    bits = torch.arange(64 * 64)[:, None] >> torch.arange(12) & 1
+    row, col = (bits @ bases).unbind(1)
+    parts = rows.view(-1, 64, rows.shape[1] // 64, 64).transpose(1, 2)
+    return parts[..., row, col].contiguous()
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_dq_is_converted_where_its_sequence_lies(run: Run, width: int) -> None:
+    rows = torch.arange(run.total * width, dtype=torch.float32).view(run.total, width) / run.total
     dq = torch.full_like(run.tensors.q, torch.nan)
     offsets, (dim, scale) = run.tensors.cu_seqlens_q, (run.problem.dim, 0.5)
     around.convert[(run.total // 64,)](
-        rows, dq, strides_of(dq), run.flag, offsets, (*run.sizes, dim), scale, 64, DIM, run.sequences
+        *(in_register_order(rows), dq, strides_of(dq), run.flag, offsets, (*run.sizes, dim), scale, 64, width),
+        run.sequences,
     )
-    by_head = rows.view(run.entries, run.problem.heads, run.head_rows, DIM)[..., :dim] * scale
+    by_head = rows.view(run.entries, run.problem.heads, run.head_rows, width)[..., :dim] * scale
     starts = [0] if offsets is None else offsets.tolist()
     for b, length in enumerate(run.case.len_q):
         start = 0 if offsets is None else 128 * (b + -(-starts[b] // 128))

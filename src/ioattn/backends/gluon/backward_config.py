@@ -45,9 +45,9 @@ class BackwardConfig:
         return self.dq != "none"
 
     @property
-    def dq_tile(self) -> tuple[int, int]:
-        """Rows and columns of the tile of dQ that one group makes."""
-        return (self.rows, self.dim) if self.dq == "turns" else (64, 64)
+    def dq_columns(self) -> int:
+        """Columns of dQ that one group makes of a tile."""
+        return self.dim if self.dq == "turns" else self.dim // 2
 
     @property
     def wide(self) -> bool:

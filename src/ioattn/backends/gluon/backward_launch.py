@@ -28,6 +28,9 @@ from ioattn.problem import DTYPES, Gradients, Problem, Tensors
 ROWS = 64
 """Rows of a tile before and after the kernel."""
 
+FLAT = 256
+"""Columns of the sums of dQ as the copy engine sees them: the most that a box of it has."""
+
 
 class BackwardPlan(NamedTuple):
     """What a problem and the dtypes of its operands fix before its tensors are known.
@@ -92,8 +95,8 @@ def compile_backward(config: BackwardConfig, dtype: torch.dtype, steps: tuple[An
 
     row_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     numbers = f"tensordesc<fp32[{config.rows}],{row_layout!r}>"
-    dq_layout = gl.NVMMASharedLayout.get_default_for(list(config.dq_tile), gl.float32)
-    dq_tile = f"tensordesc<fp32[{config.dq_tile[0]},{config.dq_tile[1]}],{dq_layout!r}>"
+    dq_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    dq_tile = f"tensordesc<fp32[{config.rows * config.dq_columns // FLAT},{FLAT}],{dq_layout!r}>"
     offsets = "*i32" if config.sequences else "constexpr"
     signature = {
         "q_desc": tile(config.rows, config.dim),
@@ -356,7 +359,7 @@ def _key_value(problem: Problem, use: BackwardPlan, shape: Shape, x: Operands) -
     return (
         *map(describe, (x.q, x.k, x.v, x.dout)),
         *(Descriptor(x.lse_rows, total, (1,)), Descriptor(x.delta_rows, total, (1,))),
-        None if x.dq_rows is None else Descriptor(x.dq_rows, (shape.total, config.dim), (config.dim, 1)),
+        None if x.dq_rows is None else Descriptor(x.dq_rows, (shape.total * config.dim // FLAT, FLAT), (FLAT, 1)),
         *map(describe, (x.dk, x.dv)),
         *(x.dk, (*strides_of(x.dk)[1:], problem.dim)),
         *(x.dv, (*strides_of(x.dv)[1:], problem.dim_v)),

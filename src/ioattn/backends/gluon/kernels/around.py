@@ -133,6 +133,13 @@ def prepare(
 
 
 @triton.jit
+def in_order(sums, ROWS: tl.constexpr, DIM: tl.constexpr):
+    """Rows of dQ out of parts of 64 by 64 that lie in the order of registers (`backward_call.register_order`)."""
+    parts = tl.reshape(sums, [DIM // 64, 8, 4, 8, 4, 2, 2])
+    return tl.reshape(tl.permute(parts, [2, 5, 3, 0, 1, 4, 6]), [ROWS, DIM])
+
+
+@triton.jit
 def convert(
     dq_rows,
     dq,
@@ -152,7 +159,7 @@ def convert(
     batch, heads, len_q, head_rows, dim = sizes
     entry, head, row = place(heads, head_rows, ROWS)
     at = row + tl.arange(0, ROWS)
-    to = (entry * heads + head) * head_rows + at
+    first = (entry * heads + head) * head_rows + row
     col = tl.arange(0, DIM)
     if SEQUENCES > 0:
         _, offset, len_q, start = placed(row, cu_seqlens, batch, len_q, SEQUENCES)
@@ -160,11 +167,12 @@ def convert(
         source = (offset + at).to(tl.int64)
     else:
         source = at.to(tl.int64)
-    values = tl.load(dq_rows + to[:, None] * DIM + col[None, :]) * scale
+    sums = tl.load(dq_rows + first * DIM + tl.arange(0, ROWS * DIM))
+    values = in_order(sums, ROWS, DIM) * scale
     if flag is not None:
         if tl.max(((tl.abs(values) < float("inf")) == 0).to(tl.int32)) != 0:
             tl.store(flag, 1)
     inside = (at < len_q)[:, None] & (col // 8 < dim // 8)[None, :]
-    first = entry * dq_strides[0] + head * dq_strides[1]
-    offset = tl.multiple_of(first + source * dq_strides[2], 8)
+    start_of_head = entry * dq_strides[0] + head * dq_strides[1]
+    offset = tl.multiple_of(start_of_head + source * dq_strides[2], 8)
     tl.store(dq + offset[:, None] + col[None, :], values.to(dq.dtype.element_ty), mask=inside)

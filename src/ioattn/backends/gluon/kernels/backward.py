@@ -80,10 +80,9 @@ def backward(
         if config.has_softcap:
             sloped = exchange(q_desc.dtype, KEYS, ROWS, SIZE, WRITERS, 1)
     # What is staged here is dQ, and at the end of a tile dK and dV.
-    if config.dq == "turns":
-        dq_tiles = gl.allocate_shared_memory(gl.float32, [GROUPS, config.rows, config.dim], dq_desc.layout)
-    elif config.dq == "halves":
-        dq_tiles = gl.allocate_shared_memory(gl.float32, [GROUPS, 64, 64], dq_desc.layout)
+    if config.sums_dq:
+        FLAT: gl.constexpr = dq_desc.block_type.shape
+        dq_tiles = gl.allocate_shared_memory(gl.float32, [GROUPS, FLAT[0], FLAT[1]], dq_desc.layout)
     elif config.wide:
         dq_tiles = rings[0].buffers
     else:

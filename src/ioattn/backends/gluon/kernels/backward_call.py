@@ -9,6 +9,19 @@ GROUP_KEYS = gl.constexpr(64)
 """Keys of one compute group: what a warp group's matrix instruction covers."""
 
 
+@gluon.constexpr_function
+def register_order(rows, columns):
+    """How a part of dQ lies in shared memory and in the workspace: the numbers of each thread by fours, thread after
+    thread, and 64 columns after 64.
+
+    A thread holds two numbers of a row and two of the row 8 below, and so on, 8 columns apart.
+    """
+    fours = [[0, 1], [8, 0]]
+    threads = [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0]]
+    others = [[0, 8], [0, 16], [0, 32]] + [[0, 64]] * (columns == 128) + [[64, 0]] * (rows == 128)
+    return gl.SharedLinearLayout([*fours, *threads, *others])
+
+
 @aggregate
 class BackwardLayouts:
     """How the tiles of one compute group lie in its registers."""
@@ -16,20 +29,22 @@ class BackwardLayouts:
     scores: gl.constexpr
     acc: gl.constexpr
     dq: gl.constexpr
+    staged: gl.constexpr
     operand: gl.constexpr
     row: gl.constexpr
     col: gl.constexpr
     copy: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, rows, columns, dq_cols):
+    def __init__(self, rows, columns, dq_columns):
         scores = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, rows, 16])
         acc = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
         self.scores = gl.constexpr(scores)
         self.acc = gl.constexpr(acc)
         self.dq = gl.constexpr(
-            gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, dq_cols, 16])
+            gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, dq_columns, 16])
         )
+        self.staged = gl.constexpr(register_order(rows, dq_columns))
         self.operand = gl.constexpr(gl.DotOperandLayout(0, acc, 2))
         self.row = gl.constexpr(gl.SliceLayout(1, scores))
         self.col = gl.constexpr(gl.SliceLayout(0, scores))
@@ -170,5 +185,5 @@ class BackwardCall:
         self.dq_desc = gl.constexpr(None) if dq_desc is None else dq_desc
         self.dq_tiles = dq_tiles
         self.group, self.head_rows = heads if config.grouped else (gl.constexpr(1), gl.constexpr(0))
-        self.layouts = BackwardLayouts(config.rows, config.columns, config.dq_tile[1])
+        self.layouts = BackwardLayouts(config.rows, config.columns, config.dq_columns)
         self.config = gl.constexpr(config)

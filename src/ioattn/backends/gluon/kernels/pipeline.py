@@ -29,6 +29,12 @@ class Cursor:
         return Cursor(gl.where(round_trip, 0, index), self.parity ^ round_trip.to(gl.int32), self.size)
 
     @gluon.jit
+    def previous(self):
+        """The buffer before."""
+        first = self.index == 0
+        return Cursor(gl.where(first, self.size - 1, self.index - 1), self.parity ^ first.to(gl.int32), self.size)
+
+    @gluon.jit
     def again(self):
         """The same buffer, one round later."""
         return Cursor(self.index, self.parity ^ 1, self.size)
@@ -101,6 +107,11 @@ class Ring:
         """Say that this reader is done with the buffer."""
         mbarrier.arrive(self.empty.index(cursor.index), count=1)
 
+    @gluon.jit
+    def until_released(self, cursor):
+        """Wait until every reader has said so, in the cursor's round; at once in the round before the first."""
+        mbarrier.wait(self.empty.index(cursor.index), cursor.parity)
+
 
 @gluon.jit
 def barriers(n: gl.constexpr, count: gl.constexpr, used: gl.constexpr = True):
@@ -166,6 +177,11 @@ class RowRing:
         """Say that this reader is done with the buffer."""
         self.tiles.release(cursor)
 
+    @gluon.jit
+    def until_released(self, cursor):
+        """Wait until every reader has said so, in the cursor's round."""
+        self.tiles.until_released(cursor)
+
 
 @gluon.jit
 def row_ring(desc, numbers_desc, size: gl.constexpr, readers: gl.constexpr, released: gl.constexpr):
@@ -179,8 +195,7 @@ def row_ring(desc, numbers_desc, size: gl.constexpr, readers: gl.constexpr, rele
 class Exchange:
     """Buffers that compute groups fill, together or one of them, for groups to read.
 
-    Two buffers that all groups fill together need no word when they are read: who sees that the others have filled the
-    next one knows that they have read this one.
+    `released`: who fills a buffer waits until its readers have released it. Else the groups see to that in other ways.
     """
 
     buffers: gl.shared_memory_descriptor
@@ -197,17 +212,27 @@ class Exchange:
 
     @gluon.jit
     def put(self, cursor, start: gl.constexpr, part):
+        """Write rows from `start` on, and say so."""
+        self.write(cursor, start, part)
+        self.mark_written(cursor)
+
+    @gluon.jit
+    def write(self, cursor, start: gl.constexpr, part):
         """Write rows from `start` on, once every reader has released what was here before."""
         if self.released:
             mbarrier.wait(self.empty.index(cursor.index), cursor.parity ^ 1)
         self.buffers.index(cursor.index).slice(start, part.shape[0], 0).store(part)
+
+    @gluon.jit
+    def mark_written(self, cursor):
+        """Say that this group's part is there."""
         fence_async_shared()
         mbarrier.arrive(self.full.index(cursor.index), count=1)
 
     @gluon.jit
-    def get(self, cursor):
-        """The whole, once every writer has written its part."""
-        mbarrier.wait(self.full.index(cursor.index), cursor.parity)
+    def get(self, cursor, wanted=True):
+        """The whole, once every writer has written its part; at once if it is not `wanted`."""
+        mbarrier.wait(self.full.index(cursor.index), cursor.parity, pred=wanted)
         return self.buffers.index(cursor.index)
 
     @gluon.jit
@@ -229,7 +254,7 @@ def exchange(
     """`size` buffers of `[rows, cols]` that `writers` groups fill, each its part, and `readers` groups read, if any."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, cols], dtype)
     buffers = gl.allocate_shared_memory(dtype, [size, rows, cols], layout)
-    released: gl.constexpr = size == 1 or writers == 1
+    released: gl.constexpr = writers == 1
     full = barriers(size, writers, readers > 0)
     return Exchange(buffers, full, barriers(size, readers, released and readers > 0), released)
 
