@@ -89,6 +89,9 @@ class Upstream(NamedTuple):
     delta: Rows
     factor: Rows | None
     """Where `Form.SPLIT`: exp(-LSE) is this times exp(-lse). `delta_kernel` makes both, dQ's a better factor."""
+    out: Matrix | None = None
+    """Where dQ's kernel makes delta, in 16 bits: what it is made of besides dout."""
+    dlse: Rows | None = None
 
 
 class Repeats(NamedTuple):

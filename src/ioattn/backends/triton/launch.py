@@ -244,6 +244,7 @@ def prepare_backward(
     tiles = config.choose(problem, "delta", gpu)
     programs, numbers, form = _launch(problem, tensors, "delta", wide, tiles)
     delta = [Prepared(delta_kernel, programs * (1 if problem.packed else problem.batch), (numbers, form), tiles)]
+    delta = delta if problem.dtype == torch.float32 else []  # in 16 bits dQ's kernel makes it
     halves_key, key = _kernels(problem, tensors, "key_value", wide, gpu, formula)
     halves_value, value = _apart(halves_key), _apart(key)
     stores_bias = grads.dbias is not None and _repeats_nothing(problem)
@@ -281,13 +282,16 @@ def backward_arguments(
     upstream = Upstream(dout_matrix, lse_rows, delta_rows, None)
     if rest is not None:
         upstream = Upstream(dout_matrix, Rows.of(rest, packed), delta_rows, Rows.of(factor, packed))
+    dlse_rows = None if dlse is None else Rows.of(dlse, packed)
     own_bias = dbias if _repeats_nothing(problem) else None
     totals_rows = None if totals is None else Rows.of(totals, packed)
     full_delta = delta_rows if totals_rows is None else totals_rows
 
     def main(given: tuple[Inputs, Upstream], apart: bool) -> list[Arguments]:
-        key, value, query = (*given, dk, None if apart else dv), (*given, None, dv), (*given, dq, own_bias, totals_rows)
-        return [query, key, value]
+        key, value = (*given, dk, None if apart else dv), (*given, None, dv)
+        if rest is None:
+            given = (given[0], upstream._replace(out=Matrix.of(out, packed), dlse=dlse_rows))
+        return [(*given, dq, own_bias, totals_rows), key, value]
 
     before: list[Arguments] = [()] * 5
     if room.scales is not None:
@@ -296,7 +300,7 @@ def backward_arguments(
         given = (inputs._replace(q=split.q, k=split.k, v=split.v), upstream._replace(dout=split.dout))
         before = halves.arguments(inputs, dout_matrix, room, packed) + main(given, bool(steps.halves_value))
     return [
-        (Matrix.of(out, packed), None if dlse is None else Rows.of(dlse, packed), lse_rows, upstream),
+        (Matrix.of(out, packed), dlse_rows, lse_rows, upstream),
         *before,
         *main((inputs, upstream), bool(steps.value)),
         (inputs, upstream._replace(delta=full_delta), dbias if partial is None else Matrix.of(partial)),

@@ -143,7 +143,8 @@ def step(call, tile, drift, row, block, head, sums, MASKED: gl.constexpr, GROUP:
         dscores = gl.where(sees(call, tile, block, gl.float32, GROUP), dscores, 0.0)
     dscores = call.scoring.unshape(dscores, raw, tile, rows, keys, head).to(dtype)
     if config.dq == "halves":
-        # After the step before, both groups have read what was here. In turns who wrote the other buffer has read it.
+        # After the step before, both groups have read what was here. In turns the group that reads it does so before
+        # it writes the other buffer, which this one has waited for.
         call.queries.until_released(place.previous())
     if config.sums_dq:
         call.dscores.write(sums.turn, GROUP * GROUP_KEYS, dscores)
@@ -231,7 +232,7 @@ def add_dq(call, dq, row, GROUP: gl.constexpr):
     tma.store_wait(0)
     seen_as(buffer, gl.float32, [config.rows, config.dq_columns], call.layouts.staged).store(dq)
     fence_async_shared()
-    first = row // (WIDTH // config.dim)  # 2**24 rows and more have too many numbers for 32 bits
+    first = row // (WIDTH // config.dim)
     if config.dq == "halves":
         first += GROUP * HEIGHT
     add_tile(call.dq_desc, [first, 0], buffer)

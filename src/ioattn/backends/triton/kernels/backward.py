@@ -1,4 +1,4 @@
-"""The backward: delta, then dK and dV by tiles of keys, dQ by tiles of queries, the bias's gradient by its own tiles.
+"""The backward: dQ by tiles of queries, dK and dV by tiles of keys, the bias's gradient by its own tiles.
 
 Reads like `eager._backward_sequence`. P is recomputed from the scores and the LSE three times, once per kernel, and in
 return every gradient is summed by the one program that owns it, in one order: no atomics, bitwise the same from run to
@@ -22,7 +22,16 @@ from ioattn.backends.triton.kernels.products import (
     power_of_two,
     scales_of,
 )
-from ioattn.backends.triton.kernels.scores import distance_at, mask_at, operands_at, pairs_at, turned_pairs_at, words_at
+from ioattn.backends.triton.kernels.ranges import edge_start, every_tile, in_one_loop, is_cut, key_ranges, query_ranges
+from ioattn.backends.triton.kernels.scores import (
+    cover_at,
+    distance_at,
+    mask_at,
+    operands_at,
+    pairs_at,
+    turned_pairs_at,
+    words_at,
+)
 from ioattn.backends.triton.kernels.tiles import (
     EDGE,
     FULL,
@@ -31,17 +40,15 @@ from ioattn.backends.triton.kernels.tiles import (
     clear_slack,
     decoded,
     device,
-    edge_start,
-    every_tile,
     keep,
-    key_ranges,
+    keep_where_cut,
     load_keys,
     load_queries,
+    load_rows,
     load_seeing_queries,
     load_tile,
     margin_at,
     place,
-    query_ranges,
     rounded,
     row_at,
     score_scale,
@@ -58,9 +65,9 @@ LN2_LOW = tl.constexpr(0.6931471805599453 - 45426 / 2**16)
 
 @triton.jit
 def delta_kernel(out, dlse, lse, upstream, numbers, form: tl.constexpr):
-    """delta = rowsum(dO * O) - dLSE for one tile of queries, and the LSE in two parts where wanted.
+    """delta = rowsum(dO * O) - dLSE for one tile of queries, and the LSE in two parts.
 
-    Packed rows are one sequence here.
+    For float32: in 16 bits dQ's kernel makes delta, and the LSE stays whole. Packed rows are one sequence here.
     """
     numbers = decoded(numbers)
     batch, head, tile = place(numbers, False)
@@ -75,10 +82,9 @@ def delta_kernel(out, dlse, lse, upstream, numbers, form: tl.constexpr):
     if dlse is not None:
         total -= tl.load(row_at(dlse, batch, head, row), mask=exists, other=0.0)
     tl.store(row_at(upstream.delta, batch, head, row), total, mask=exists)
-    if form.SPLIT:
-        rest, factor = split_lse(tl.load(row_at(lse, batch, head, row), mask=exists, other=0.0))
-        tl.store(row_at(upstream.lse, batch, head, row), rest, mask=exists)
-        tl.store(row_at(upstream.factor, batch, head, row), factor, mask=exists)
+    rest, factor = split_lse(tl.load(row_at(lse, batch, head, row), mask=exists, other=0.0))
+    tl.store(row_at(upstream.lse, batch, head, row), rest, mask=exists)
+    tl.store(row_at(upstream.factor, batch, head, row), factor, mask=exists)
 
 
 @device
@@ -118,23 +124,24 @@ def key_value_kernel(inputs, upstream, dk, dv, numbers, form: tl.constexpr, step
     keys = load_keys(task, k_start, form, EDGE)
     dk_tile = sum_for(dk, form.K)
     dv_tile = sum_for(dv, form.V)
-    ranges = query_ranges(k_start, task, form)
+    separate = query_ranges(k_start, task, form)
+    ranges = in_one_loop(separate, seq.len_q, task, form.Q.ROWS, form)
     for head in range(kv_head * form.GROUP, (kv_head + 1) * form.GROUP):
         task = Task(inputs, numbers, head, seq, scales)
         # A tile ahead: see the forward.
         words = words_at(ranges.full_start, k_start, task, form, EDGE)
         for q_start in range(ranges.full_start, ranges.full_end, form.Q.ROWS):
             queries = load_queries(task, upstream, q_start, form, FULL)
-            dk_tile, dv_tile = add_queries(
-                dk_tile, dv_tile, queries, keys, words, task, dk, dv, form, step, dstep, FULL
-            )
+            cut = is_cut(q_start, separate, task, form)
             next_start = tl.minimum(q_start + form.Q.ROWS, ranges.full_end - form.Q.ROWS)
-            words = words_at(next_start, k_start, task, form, FULL)
+            dk_tile, dv_tile, words = add_queries(
+                dk_tile, dv_tile, queries, keys, words, cut, next_start, task, dk, dv, form, step, dstep, FULL
+            )
         for edge in range(ranges.edges):
             queries = load_queries(task, upstream, edge_start(edge, ranges, form.Q.ROWS), form, EDGE)
             words = words_at(queries.start, k_start, task, form, EDGE)
-            dk_tile, dv_tile = add_queries(
-                dk_tile, dv_tile, queries, keys, words, task, dk, dv, form, step, dstep, EDGE
+            dk_tile, dv_tile, _ = add_queries(
+                dk_tile, dv_tile, queries, keys, words, None, None, task, dk, dv, form, step, dstep, EDGE
             )
     store_keys(dk_tile, dv_tile, dk, dv, kv_head, k_start, task, form)
 
@@ -164,6 +171,8 @@ def add_queries(
     queries,
     keys,
     words,
+    cut,
+    next_start,
     task,
     dk,
     dv,
@@ -175,23 +184,28 @@ def add_queries(
     """Add what one tile of queries contributes to a tile of dK and dV; scores are [K, Q]."""
     pairs = turned_pairs_at(queries.start, keys.start, form)
     operands = operands_at(pairs, words, task, form)
-    mask = mask_at(pairs, words, task, form)
     distance = distance_at(pairs, task)
     product = multiply(keys.k, queries.q, form)
+    mask = mask_at(pairs, words, task, form) if form.SPLIT else None
+    cover = None if form.SPLIT else cover_at(pairs, words, product, task, form)
     weights = weights_of(product, distance, operands, queries.lse[None, :], task, form, step)
     if form.SPLIT:
         weights *= queries.factor[None, :]
+    # As soon as the last ones are used: behind the copies of the next tile they, and the copies behind them, come late.
+    if next_start is not None:
+        words = words_at(next_start, keys.start, task, form, FULL)
     margin = margin_at(pairs, task, KIND)
     # Where a row's lse is NaN, exp has not made the hidden weights zero.
-    weights = keep(margin, mask, weights, 0.0)
+    weights = keep_where_cut(cut, pairs, task, keep(margin, mask, weights, 0.0), 0.0)
     if dv is not None:
-        dv_tile = add_product(dv_tile, weights, only_finite(queries.dout, KIND), form)
+        dv_tile = add_product(dv_tile, weights, cover, only_finite(queries.dout, KIND), form)
     if dk is not None:
         dweights = multiply(keys.v, queries.dout, form) * (task.scales.v * task.scales.dout)
         dscores = keep(margin, mask, weights * (dweights - queries.delta[None, :]), 0.0)
+        dscores = keep_where_cut(cut, pairs, task, dscores, 0.0)
         dproduct = dstep(dscores, product * score_scale(task), distance, operands)
-        dk_tile = add_product(dk_tile, dproduct, only_finite(queries.q, KIND), form)
-    return dk_tile, dv_tile
+        dk_tile = add_product(dk_tile, dproduct, cover, only_finite(queries.q, KIND), form)
+    return dk_tile, dv_tile, words
 
 
 @triton.jit
@@ -216,7 +230,7 @@ def query_kernel(
     q_start = tile * form.Q.ROWS
     if q_start >= seq.len_q:
         return
-    queries = load_seeing_queries(task, upstream, q_start, form)
+    queries = queries_at(q_start, upstream, dbias, task, form)
     dq_tile = zeros_for(form.Q)
     total = tl.zeros((form.Q.ROWS,), tl.float32)
     sums = tl.zeros((form.Q.ROWS,), tl.float32)
@@ -236,18 +250,56 @@ def query_kernel(
             dq_tile, total, sums = add_keys(
                 dq_tile, total, sums, queries, keys, words, task, dbias, totals, form, step, dstep, EDGE
             )
-    row = q_start + tl.arange(0, form.Q.ROWS)
-    dq_factor = numbers.scale * scales.k
+    if inputs.bias is not None and dbias is None:
+        dq_tile, total = of_seeing_queries(dq_tile, total, upstream, q_start, task, form)
+    store_queries(dq_tile, total, sums, queries, upstream, dq, totals, task, form)
+
+
+@device
+def queries_at(q_start, upstream, dbias, task, form: tl.constexpr):
+    """The tile of queries; writes its delta where that is made here."""
+    if dbias is None:
+        # Not those that see alone: what has passed a select comes to the tensor cores by way of registers.
+        queries = load_queries(task, upstream, q_start, form, EDGE)
+    else:
+        queries = load_seeing_queries(task, upstream, q_start, form)
+    if upstream.out is not None:
+        store_rows(queries.delta, upstream.delta, q_start, task, form)
+    return queries
+
+
+@device
+def of_seeing_queries(dq_tile, total, upstream, q_start, task, form: tl.constexpr):
+    """The same sums; NaN that arrives at a query that saw nothing, its biases being -inf, goes no farther."""
+    sees = load_rows(upstream.lse, task, q_start, EDGE, form.Q.ROWS) != -float("inf")
+    kept = ()
+    for i in tl.static_range(len(dq_tile)):
+        kept += (tl.where(sees[:, None], dq_tile[i], 0.0),)
+    return kept, tl.where(sees, total, 0.0)
+
+
+@device
+def store_queries(dq_tile, total, sums, queries, upstream, dq, totals, task, form: tl.constexpr):
+    """Write the finished sums of a tile of queries."""
+    seq = task.seq
+    dq_factor = task.numbers.scale * task.scales.k
     if form.SPLIT:
         correction = correction_of(sums, queries, task)
-        pointers = row_at(upstream.factor, seq.batch, head, seq.start_q + row.to(tl.int64))
-        tl.store(pointers, queries.factor * correction, mask=row < seq.len_q)
+        store_rows(queries.factor * correction, upstream.factor, queries.start, task, form)
         dq_factor = (dq_factor * correction)[:, None]
         total *= correction
-    store_tile(dq_tile, dq_factor, dq, row_at(dq, seq.batch, head, seq.start_q), q_start, seq.len_q, form.Q)
+    first = row_at(dq, seq.batch, task.head, seq.start_q)
+    store_tile(dq_tile, dq_factor, dq, first, queries.start, seq.len_q, form.Q)
     if totals is not None:
-        pointers = row_at(totals, seq.batch, head, seq.start_q + row.to(tl.int64))
-        tl.store(pointers, total, mask=row < seq.len_q)
+        store_rows(total, totals, queries.start, task, form)
+
+
+@device
+def store_rows(values, rows, start, task, form: tl.constexpr):
+    """Write one number per query of a tile."""
+    row = start + tl.arange(0, form.Q.ROWS)
+    pointers = row_at(rows, task.seq.batch, task.head, task.seq.start_q + row.to(tl.int64))
+    tl.store(pointers, values, mask=row < task.seq.len_q)
 
 
 @device
@@ -290,9 +342,12 @@ def add_keys(
     """Add what one tile of keys contributes to a tile of dQ and to the sums of dS and of weights; scores are [Q, K]."""
     pairs = pairs_at(queries.start, keys.start, form)
     operands = operands_at(pairs, words, task, form)
-    mask = mask_at(pairs, words, task, form)
     distance = distance_at(pairs, task)
     product = multiply(queries.q, keys.k, form)
+    # What is stored of dS, or summed besides, is in float32.
+    EARLY: tl.constexpr = form.SPLIT or dbias is not None or totals is not None
+    mask = mask_at(pairs, words, task, form) if EARLY else None
+    cover = None if EARLY else cover_at(pairs, words, product, task, form)
     weights = weights_at(product, distance, operands, queries, task, form, step)
     if form.SPLIT:
         sums += tl.sum(keep(margin_at(pairs, task, KIND), mask, weights, 0.0), 1)
@@ -307,7 +362,7 @@ def add_keys(
     if totals is not None:
         total += tl.sum(dscores, 1)
     dproduct = dstep(dscores, product * score_scale(task), distance, operands)
-    return add_product(dq_tile, dproduct, only_finite(keys.k, KIND), form), total, sums
+    return add_product(dq_tile, dproduct, cover, only_finite(keys.k, KIND), form), total, sums
 
 
 @device

@@ -18,6 +18,7 @@ from ioattn.backends.triton.kernels.products import (
     only_finite,
     scales_of,
 )
+from ioattn.backends.triton.kernels.ranges import edge_start, in_one_loop, is_cut, key_ranges
 from ioattn.backends.triton.kernels.scores import distance_at, mask_at, operands_at, pairs_at, words_at
 from ioattn.backends.triton.kernels.tanh import SQUASHED_ONE, squashed
 from ioattn.backends.triton.kernels.tiles import (
@@ -30,9 +31,8 @@ from ioattn.backends.triton.kernels.tiles import (
     clear_slack,
     decoded,
     device,
-    edge_start,
     keep,
-    key_ranges,
+    keep_where_cut,
     load_keys,
     load_q,
     margin_at,
@@ -69,7 +69,8 @@ def forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.const
     if q_start >= seq.len_q:
         return
     q_tile = load_q(task, q_start, form, EDGE)
-    ranges = key_ranges(q_start, task, form)
+    separate = key_ranges(q_start, task, form)
+    ranges = in_one_loop(separate, seq.len_k, task, form.K.ROWS, form)
     row_max, row_sum = sink_or_nothing(task, form)
     acc = zeros_for(form.OUT)
     # A tile ahead, or the assembler would put these loads where their results are needed, one after the other. At the
@@ -77,7 +78,8 @@ def forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.const
     words = words_at(q_start, ranges.full_start, task, form, EDGE)
     for k_start in range(ranges.full_start, ranges.full_end, form.K.ROWS):
         pairs = pairs_at(q_start, k_start, form)
-        row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, words, pairs, task, form, step, FULL)
+        cut = is_cut(k_start, separate, task, form)
+        row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, words, pairs, cut, task, form, step, FULL)
         words = words_at(q_start, tl.minimum(k_start + form.K.ROWS, ranges.full_end - form.K.ROWS), task, form, FULL)
     # Without this test the assembler does not see that the products of a loop that runs not at all are none, and has
     # the tensor cores wait after each instruction.
@@ -86,7 +88,7 @@ def forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.const
             k_start = edge_start(edge, ranges, form.K.ROWS)
             words = words_at(q_start, k_start, task, form, EDGE)
             pairs = pairs_at(q_start, k_start, form)
-            row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, words, pairs, task, form, step, EDGE)
+            row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, words, pairs, None, task, form, step, EDGE)
     store_results(row_max, row_sum, acc, out, lse, q_start, task, form)
 
 
@@ -110,7 +112,7 @@ def store_results(row_max, row_sum, acc, out, lse, q_start, task, form: tl.const
 
 @device
 def attend(
-    row_max, row_sum, acc, q_tile, words, pairs, task, form: tl.constexpr, step: tl.constexpr, KIND: tl.constexpr
+    row_max, row_sum, acc, q_tile, words, pairs, cut, task, form: tl.constexpr, step: tl.constexpr, KIND: tl.constexpr
 ):
     """The online softmax over one tile of keys."""
     keys = load_keys(task, pairs.k_start, form, KIND)
@@ -126,6 +128,7 @@ def attend(
     else:
         scores = step(scores * score_scale(task), distance_at(pairs, task), operands)
     scores = keep(margin_at(pairs, task, KIND), mask, scores, -INF)
+    scores = keep_where_cut(cut, pairs, task, scores, -INF)
     new_max = tl.maximum(row_max, tl.max(scores, 1))
     shift = or_zero(new_max)
     if form.FUSED:

@@ -69,15 +69,32 @@ def multiply(a, b, form: tl.constexpr):
 
 
 @device
-def add_product(acc, weights, values, form: tl.constexpr):
-    """acc + weights @ values, of weights that were computed; halves of them are scaled row by row."""
+def add_product(acc, weights, cover, values, form: tl.constexpr):
+    """acc + weights @ values, of weights that were computed and, in 16 bits, may have a cover (`scores.cover_at`).
+
+    Halves of weights are scaled row by row.
+    """
     if form.PRECISION == FP16X3:
         exponent = exponent_of(tl.max(tl.abs(weights), 1))
         weights = weights * power_of_two(14 - exponent)[:, None]
         acc = add_halves(acc, 1.0, weights, values, power_of_two(exponent - 14)[:, None], form)
     else:
-        acc = (dot(rounded(weights, values.dtype), values, acc[0], form),)
+        acc = (dot(covered(weights, cover, values.dtype), values, acc[0], form),)
     return acc
+
+
+@device
+def covered(x, cover, DTYPE: tl.constexpr):
+    """x in another type, and 0 where a cover, if there is one, hides it, NaN as well."""
+    if cover is None:
+        x = rounded(x, DTYPE)
+    elif PTX:
+        TYPE: tl.constexpr = "f16x2" if DTYPE == tl.float16 else "bf16x2"  # noqa: SIM300
+        pair: tl.constexpr = "{ .reg .b32 t; cvt.rn." + TYPE + ".f32 t, $2, $1; and.b32 $0, t, $3; }"
+        x = tl.inline_asm_elementwise(pair, "=r,r,r,r", [x, cover], DTYPE.value, True, 2)
+    else:
+        x = rounded(tl.where(cover != 0, x, 0.0), DTYPE)
+    return x
 
 
 @device

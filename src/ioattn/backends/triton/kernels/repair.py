@@ -18,6 +18,7 @@ from ioattn.backends.triton.config import TILES_AT_ONCE
 from ioattn.backends.triton.kernels.backward import add_keys, add_queries, parts_of, store_keys, sum_for
 from ioattn.backends.triton.kernels.forward import attend, sink_or_nothing, store_results
 from ioattn.backends.triton.kernels.products import add_special, scales_of
+from ioattn.backends.triton.kernels.ranges import edge_start, every_tile, key_ranges, query_ranges
 from ioattn.backends.triton.kernels.scores import mask_at, pairs_at, turned_pairs_at, words_at
 from ioattn.backends.triton.kernels.tiles import (
     EDGE,
@@ -26,17 +27,13 @@ from ioattn.backends.triton.kernels.tiles import (
     Task,
     decoded,
     device,
-    edge_start,
-    every_tile,
     is_finite,
-    key_ranges,
     load_keys,
     load_q,
     load_seeing_queries,
     load_tile,
     margin_at,
     place,
-    query_ranges,
     row_at,
     sequence_of,
     store_tile,
@@ -94,7 +91,7 @@ def repair_out(out, lse, q_start, task, form: tl.constexpr, step: tl.constexpr):
         k_start = edge_start(edge, ranges, form.K.ROWS)
         words = words_at(q_start, k_start, task, form, EDGE)
         pairs = pairs_at(q_start, k_start, form)
-        row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, words, pairs, task, form, step, EXACT)
+        row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, words, pairs, None, task, form, step, EXACT)
     for edge in range(ranges.edges):
         keys = load_keys(task, edge_start(edge, ranges, form.K.ROWS), form, EDGE)
         acc = add_special_values(acc, q_start, keys, task, form)
@@ -163,8 +160,8 @@ def repair_keys(dk, dv, k_start, kv_head, task, upstream, form: tl.constexpr, st
         for edge in range(ranges.edges):
             queries = load_seeing_queries(own, upstream, edge_start(edge, ranges, form.Q.ROWS), form)
             words = words_at(queries.start, k_start, own, form, EDGE)
-            dk_tile, dv_tile = add_queries(
-                dk_tile, dv_tile, queries, keys, words, own, dk, dv, form, step, dstep, EXACT
+            dk_tile, dv_tile, _ = add_queries(
+                dk_tile, dv_tile, queries, keys, words, None, None, own, dk, dv, form, step, dstep, EXACT
             )
         for edge in range(ranges.edges):
             queries = load_seeing_queries(own, upstream, edge_start(edge, ranges, form.Q.ROWS), form)

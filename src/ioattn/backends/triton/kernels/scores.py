@@ -4,7 +4,7 @@ The tensor cores of Hopper leave neighbouring scores in neighbouring threads, tw
 keys in a tile is free, as sums over keys do not depend on it: keys are taken so that the scores of one thread belong to
 keys side by side in memory, and a thread reads its part of a bias or a mask straight into registers, many bytes at a
 time. Position 32a + 8c + 2t + b of a tile's columns, of thread t, is key 32a + 8t + 2c + b ("columns"); position
-16a + 8b + g of its rows, of thread g, is key 16a + 2g + b ("rows").
+16a + 8b + g of its rows, of thread g, is key 16a + 2g + b ("rows"), in queries 8c + 2t + b of thread t.
 """
 
 from __future__ import annotations
@@ -15,10 +15,16 @@ import triton.language as tl
 
 from ioattn.backends.triton.kernels.tiles import FULL, PTX, device, row_at, rows_of
 
-LOAD_2 = tl.constexpr("{ .reg .b16 t; ld.global.nc.b16 t, [$1]; cvt.u32.u16 $0, t; }")
-LOAD_4 = tl.constexpr("ld.global.nc.b32 $0, [$1];")
-LOAD_8 = tl.constexpr("ld.global.nc.v2.b32 {$0, $1}, [$2];")
-LOAD_16 = tl.constexpr("ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];")
+COVER_4 = tl.constexpr(
+    "{ .reg .b32 t, u; lop3.b32 t, $4, $5, 0x01010101, 0xE0; mul.lo.u32 t, t, 255;"
+    " prmt.b32 u, t, t, 0x1100; mov.b32 {$0, $1}, u; prmt.b32 u, t, t, 0x3322; mov.b32 {$2, $3}, u; }"
+)
+"""Four bytes, 0 or 1, as four times 16 bits."""
+COVER_2_2 = tl.constexpr(
+    "{ .reg .b32 t, u; lop3.b32 t, $4, $6, 0x01010101, 0xE0; prmt.b32 t, t, $5, 0x5410; mul.lo.u32 t, t, 255;"
+    " prmt.b32 u, t, t, 0x2200; mov.b32 {$0, $2}, u; prmt.b32 u, t, t, 0x3311; mov.b32 {$1, $3}, u; }"
+)
+"""The same, of two words of two bytes; those of one key side by side in a register."""
 
 
 class Pairs(NamedTuple):
@@ -109,6 +115,46 @@ def mask_at(pairs, words, task, form: tl.constexpr):
 
 
 @device
+def cover_at(pairs, words, product, task, form: tl.constexpr):
+    """The mask over numbers of 16 bits: all bits where a score is visible, none where it is hidden, or None.
+
+    One instruction then hides two numbers, where `keep` takes two for each, and no predicates have to be kept for the
+    next use. The words seem to depend on the product: else they would be used before it, and each step wait for memory.
+    """
+    mask = task.inputs.mask
+    cover = None
+    if mask is not None:
+        if form.K.ORDER == "" or not PTX:
+            cover = -((mask_at(pairs, words, task, form) != 0).to(tl.int16))
+        else:
+            FOUR: tl.constexpr = (tl.int16, tl.int16, tl.int16, tl.int16)
+            parts = ()
+            if form.K.ORDER == "columns":
+                own = product.reshape(form.Q.ROWS, form.K.ROWS // 32, 4, 4, 2).permute(0, 1, 3, 2, 4)
+                own = one_of(own.reshape(form.Q.ROWS, form.K.ROWS // 8, 8))
+                for i in tl.static_range(len(words[1])):
+                    given = [words[1][i], own]
+                    parts += tl.inline_asm_elementwise(COVER_4, "=h,=h,=h,=h,r,r", given, FOUR, True, 1)
+            else:
+                own = product.reshape(form.K.ROWS // 16, 2, 8, form.Q.ROWS // 8, 4, 2).permute(0, 2, 4, 3, 1, 5)
+                own = one_of(own.reshape(form.K.ROWS // 2, 4, form.Q.ROWS // 2))
+                for i in tl.static_range(len(words[1]) // 2):
+                    given = [words[1][2 * i], words[1][2 * i + 1], own]
+                    parts += tl.inline_asm_elementwise(COVER_2_2, "=h,=h,=h,=h,r,r,r", given, FOUR, True, 1)
+            cover = in_order(parts, form)
+    return cover
+
+
+@device
+def one_of(tile):
+    """One of the numbers along the last axis."""
+    for _ in tl.static_range(8):
+        if tile.shape[2] > 1:
+            tile = tl.split(tile.reshape(tile.shape[0], tile.shape[1], tile.shape[2] // 2, 2))[0]
+    return tile.reshape(tile.shape[0], tile.shape[1])
+
+
+@device
 def load_scores(matrix, pairs, task):
     """The elements of a bias or a mask that belong to these scores; what does not exist is 0.
 
@@ -141,36 +187,47 @@ def words_at(q_start, k_start, task, form: tl.constexpr, KIND: tl.constexpr):
 
 @device
 def load_words(matrix, q_start, k_start, task, form: tl.constexpr, KIND: tl.constexpr):
-    """Elements side by side: 8 for columns of keys, 2 for rows."""
+    """Elements side by side: for columns 8 keys of a query; for rows 2 keys each of queries 2t, 2t + 1, 2t + 8, ..."""
     seq = task.seq
-    COUNT: tl.constexpr = 8 if form.K.ORDER == "columns" else 2
-    col = k_start + COUNT * tl.arange(0, form.K.ROWS // COUNT)
-    row = tl.arange(0, form.Q.ROWS)
+    words = ()
     if form.K.ORDER == "columns":
         # All keys of a full tile exist, not all queries.
+        col = k_start + 8 * tl.arange(0, form.K.ROWS // 8)
         if KIND != FULL:
-            col = tl.minimum(col, seq.len_k - COUNT)
-        row = tl.minimum(q_start + row, seq.len_q - 1)
+            col = tl.minimum(col, seq.len_k - 8)
+        row = tl.minimum(q_start + tl.arange(0, form.Q.ROWS), seq.len_q - 1)
         first = row_at(matrix, seq.batch, task.head, 0)
-        pointers = first + row.to(tl.int64)[:, None] * matrix.row + col[None, :]
+        words = loaded(first + row.to(tl.int64)[:, None] * matrix.row + col[None, :], 8, KIND)
     else:
         # And here all queries, not all keys.
-        col = tl.minimum(col, seq.len_k - COUNT)
-        if KIND != FULL:
-            row = tl.minimum(row, seq.len_q - 1 - q_start)
+        col = tl.minimum(k_start + 2 * tl.arange(0, form.K.ROWS // 2), seq.len_k - 2)
+        row = 2 * tl.arange(0, 4)
         first = row_at(matrix, seq.batch, task.head, tl.cast(q_start, tl.int64))
-        pointers = first + (row.to(tl.int64)[None, :] * matrix.row + col[:, None])
-    return loaded(pointers, COUNT)
+        # Addresses that go on by the same step for all threads need no register each.
+        even = first + (row.to(tl.int64)[None, :] * matrix.row + col[:, None])
+        for i in tl.static_range(form.Q.ROWS // 8):
+            odd = even + matrix.row
+            if KIND != FULL:
+                last = seq.len_q - 1 - q_start - 8 * i
+                even = first + (tl.minimum(row, last).to(tl.int64)[None, :] * matrix.row + col[:, None])
+                odd = first + (tl.minimum(row + 1, last).to(tl.int64)[None, :] * matrix.row + col[:, None])
+                first += 8 * tl.cast(matrix.row, tl.int64)
+            words += loaded(even, 2, KIND) + loaded(odd, 2, KIND)
+            even += 8 * tl.cast(matrix.row, tl.int64)
+    return words
 
 
 @device
-def loaded(pointers, COUNT: tl.constexpr):
+def loaded(pointers, COUNT: tl.constexpr, KIND: tl.constexpr):
     """COUNT elements from each pointer on, as 32-bit words.
 
     By assembly, as Triton would read what lies side by side in a row with threads side by side, and then pass it on to
-    those that need it, through shared memory.
+    those that need it, through shared memory. For full tiles not by loads of what nobody writes (`.nc`): the assembler
+    would move them behind the next barrier, and behind the copies into shared memory that follow it.
     """
     SIZE: tl.constexpr = COUNT * max(8, pointers.dtype.element_ty.primitive_bitwidth) // 8
+    LOAD: tl.constexpr = "ld.global." if KIND == FULL else "ld.global.nc."
+    PURE: tl.constexpr = KIND != FULL
     words = ()
     if not PTX:
         if SIZE == 2:
@@ -180,30 +237,40 @@ def loaded(pointers, COUNT: tl.constexpr):
             for i in tl.static_range(SIZE // 4):
                 words += (tl.load(pointers + i),)
     elif SIZE == 2:
-        words += (tl.inline_asm_elementwise(LOAD_2, "=r,l", [pointers.to(tl.int64)], tl.int32, True, 1),)
+        two: tl.constexpr = "{ .reg .b16 t; " + LOAD + "b16 t, [$1]; cvt.u32.u16 $0, t; }"
+        words += (tl.inline_asm_elementwise(two, "=r,l", [pointers.to(tl.int64)], tl.int32, PURE, 1),)
     elif SIZE == 4:
-        words += (tl.inline_asm_elementwise(LOAD_4, "=r,l", [pointers.to(tl.int64)], tl.int32, True, 1),)
+        four: tl.constexpr = LOAD + "b32 $0, [$1];"
+        words += (tl.inline_asm_elementwise(four, "=r,l", [pointers.to(tl.int64)], tl.int32, PURE, 1),)
     elif SIZE == 8:
-        words += tl.inline_asm_elementwise(LOAD_8, "=r,=r,l", [pointers.to(tl.int64)], (tl.int32, tl.int32), True, 1)
+        eight: tl.constexpr = LOAD + "v2.b32 {$0, $1}, [$2];"
+        words += tl.inline_asm_elementwise(eight, "=r,=r,l", [pointers.to(tl.int64)], (tl.int32, tl.int32), PURE, 1)
     else:
+        most: tl.constexpr = LOAD + "v4.b32 {$0, $1, $2, $3}, [$4];"
         for i in tl.static_range(SIZE // 16):
             at = pointers.to(tl.int64) + 16 * i
             words += tl.inline_asm_elementwise(
-                LOAD_16, "=r,=r,=r,=r,l", [at], (tl.int32, tl.int32, tl.int32, tl.int32), True, 1
+                most, "=r,=r,=r,=r,l", [at], (tl.int32, tl.int32, tl.int32, tl.int32), PURE, 1
             )
     return words
 
 
 @device
 def in_order(parts, form: tl.constexpr):
-    """A tile of scores, of what threads hold side by side: `parts` are 8 of [Q, K / 8] or 2 of [K / 2, Q]."""
+    """A tile of scores, of what threads hold side by side: `parts` of [Q, K / 8], or of [K / 2, 4]."""
+    # [.., len(parts)], the bits of a part's number being axes.
+    for _ in tl.static_range(8):
+        if len(parts) > 1:
+            halves = ()
+            for i in tl.static_range(len(parts) // 2):
+                halves += (tl.join(parts[i], parts[i + len(parts) // 2]),)
+            parts = halves
     if form.K.ORDER == "columns":
-        # [Q, a t, b, c0, c1], of which key 2c + b is part number 4 c1 + 2 c0 + b.
-        early = tl.join(tl.join(parts[0], parts[1]), tl.join(parts[2], parts[3]))
-        late = tl.join(tl.join(parts[4], parts[5]), tl.join(parts[6], parts[7]))
-        tile = tl.join(early, late).reshape(form.Q.ROWS, form.K.ROWS // 32, 4, 2, 2, 2)
-        tile = tile.permute(0, 1, 5, 4, 2, 3).reshape(form.Q.ROWS, form.K.ROWS)
+        # [Q, a t, c, b]
+        tile = parts[0].reshape(form.Q.ROWS, form.K.ROWS // 32, 4, 4, 2).permute(0, 1, 3, 2, 4)
+        tile = tile.reshape(form.Q.ROWS, form.K.ROWS)
     else:
-        tile = tl.join(parts[0], parts[1]).reshape(form.K.ROWS // 16, 8, form.Q.ROWS, 2)
-        tile = tile.permute(0, 3, 1, 2).reshape(form.K.ROWS, form.Q.ROWS)
+        # [a g, t, c, b of the query, b of the key]
+        tile = parts[0].reshape(form.K.ROWS // 16, 8, 4, form.Q.ROWS // 8, 2, 2).permute(0, 5, 1, 3, 2, 4)
+        tile = tile.reshape(form.K.ROWS, form.Q.ROWS)
     return tile
