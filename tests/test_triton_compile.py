@@ -149,9 +149,9 @@ class Machine(NamedTuple):
     stack: int
     code: list[tuple[int, str]]
 
-    def spills_in_loops(self) -> int:
+    def spills_in_loops(self, straight: bool = False) -> int:
         """Loads and stores of spilled registers in the worst innermost loop with tensor core instructions."""
-        return max((sum("LDL" in i or "STL" in i for i in body) for body in self.loops()), default=0)
+        return max((sum("LDL" in i or "STL" in i for i in body) for body in self.loops(straight=straight)), default=0)
 
     def waits_in_loops(self) -> int:
         """Waits for products of tensor cores in the worst innermost loop.
@@ -180,14 +180,15 @@ class Machine(NamedTuple):
             written |= registers_written(name, targets[0] if targets else "")
         return found
 
-    def loops(self, named: str = "MMA") -> Iterator[list[str]]:
-        """Innermost loops with such an instruction."""
+    def loops(self, named: str = "MMA", straight: bool = False) -> Iterator[list[str]]:
+        """Innermost loops with such an instruction; `straight`: only those without a branch inside."""
         jumps = [(at, re.search(r"\bBRA\b.*?(0x[0-9a-f]+)", i)) for at, i in self.code]
         backward = [(int(jump[1], 16), at) for at, jump in jumps if jump and int(jump[1], 16) < at]
         for start, end in backward:
             body = [i for at, i in self.code if start <= at <= end]
             inner = [at for _, at in backward if start <= at < end]
-            if any(named in i for i in body) and not inner:
+            branches = sum("BRA" in i for i in body) - 1
+            if any(named in i for i in body) and not inner and not (straight and branches):
                 yield body
 
 
