@@ -127,20 +127,23 @@ def cover_at(pairs, words, product, task, form: tl.constexpr):
         if form.K.ORDER == "" or not PTX:
             cover = -((mask_at(pairs, words, task, form) != 0).to(tl.int16))
         else:
-            FOUR: tl.constexpr = (tl.int16, tl.int16, tl.int16, tl.int16)
             parts = ()
             if form.K.ORDER == "columns":
                 own = product.reshape(form.Q.ROWS, form.K.ROWS // 32, 4, 4, 2).permute(0, 1, 3, 2, 4)
                 own = one_of(own.reshape(form.Q.ROWS, form.K.ROWS // 8, 8))
                 for i in tl.static_range(len(words[1])):
                     given = [words[1][i], own]
-                    parts += tl.inline_asm_elementwise(COVER_4, "=h,=h,=h,=h,r,r", given, FOUR, True, 1)
+                    parts += tl.inline_asm_elementwise(
+                        COVER_4, "=h,=h,=h,=h,r,r", given, (tl.int16, tl.int16, tl.int16, tl.int16), True, 1
+                    )
             else:
                 own = product.reshape(form.K.ROWS // 16, 2, 8, form.Q.ROWS // 8, 4, 2).permute(0, 2, 4, 3, 1, 5)
                 own = one_of(own.reshape(form.K.ROWS // 2, 4, form.Q.ROWS // 2))
                 for i in tl.static_range(len(words[1]) // 2):
                     given = [words[1][2 * i], words[1][2 * i + 1], own]
-                    parts += tl.inline_asm_elementwise(COVER_2_2, "=h,=h,=h,=h,r,r,r", given, FOUR, True, 1)
+                    parts += tl.inline_asm_elementwise(
+                        COVER_2_2, "=h,=h,=h,=h,r,r,r", given, (tl.int16, tl.int16, tl.int16, tl.int16), True, 1
+                    )
             cover = in_order(parts, form)
     return cover
 
