@@ -98,8 +98,7 @@ def walk(call, post, kv_place, place, turn, GROUP: gl.constexpr):
                 sums = step(call, tile, drift, row, block, head, sums, False, GROUP)
     if config.sums_dq:
         k_tile = call.keys.tile(start(1).at(sums.kv))
-        if makes_dq(call, sums, GROUP):
-            add_dq(call, warpgroup_mma_wait(0, deps=[start_dq(call, k_tile, sums, GROUP)]), sums.row, GROUP)
+        catch_up(call, k_tile, sums, GROUP)
     call.keys.release(kv_place)
     call.values.release(kv_place)
     # Read again: what is not held on to need not be in registers all the way.
@@ -121,8 +120,7 @@ def step(call, tile, drift, row, block, head, sums, MASKED: gl.constexpr, GROUP:
     place = sums.place
     zero = gl.zeros([GROUP_KEYS, ROWS], gl.float32, layouts.scores)
     if config.dq == "turns":
-        if makes_dq(call, sums, GROUP):
-            add_dq(call, warpgroup_mma_wait(0, deps=[start_dq(call, k_tile, sums, GROUP)]), sums.row, GROUP)
+        catch_up(call, k_tile, sums, GROUP)
     q_tile = call.queries.get(place)
     k_rows = k_tile.slice(GROUP * GROUP_KEYS, GROUP_KEYS, 0)
     raw = warpgroup_mma(k_rows, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -179,6 +177,13 @@ def wait_and_read(ring, place, product, others: gl.constexpr, ROWS: gl.constexpr
         product = warpgroup_mma_wait(others, deps=[product])
         numbers = ring.of_rows(place, layout)
     return product, numbers
+
+
+@gluon.jit
+def catch_up(call, k_tile, sums, GROUP: gl.constexpr):
+    """Make the group's part of dQ of the step before, with nothing beside it."""
+    if makes_dq(call, sums, GROUP):
+        add_dq(call, warpgroup_mma_wait(0, deps=[start_dq(call, k_tile, sums, GROUP)]), sums.row, GROUP)
 
 
 @gluon.jit
