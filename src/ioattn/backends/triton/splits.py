@@ -63,8 +63,7 @@ MAX_PIECES = 256
 """The most pieces that the heuristic takes."""
 
 LARGE = CacheTiles(16, 128, 8, 3, beside=1)
-"""Where there is a head for every processor. On an H200, D 128, GQA 32/8: 4.32 TB/s of K and V at B16 N8192, with a
-stage more 4.27, with 64 keys and 6 stages 4.21."""
+"""Where there is a head for every processor, on GPUs before Hopper: not timed there."""
 
 SEVERAL = LARGE._replace(turned=True, edge_stages=3)
 """8 tokens at B16 N8192: 4.10 TB/s, 1.05 of one token's time; of the tiles at edges one stage less 4.05. In a run with
@@ -78,10 +77,11 @@ MANY_ROWS = CacheTiles(64, 64, 4, 3, edge_stages=2)
 maxima from warp to warp: 2.27 TB/s for 16 tokens at B16 N8192. In one piece for each processor 3.91, in two 3.28; B1
 N131072 in 32 pieces 3.91. In another run 4.03, with one stage at edges 3.98."""
 
-FEW_HEADS = CacheTiles(16, 64, 4, 4, beside=1)
-"""Fewer heads than processors, one token and many keys, one piece for each processor: B1 N131072 4.28 TB/s, in 32
-pieces, of which two share a processor, 4.25. 8 tokens in another run 3.46, in 32 3.89. B1 N8192 12.75 us in graphs of
-8 calls, 12.38 of 32; in 32 pieces 13.01 and 12.79, with a stage more 13.23 and 12.79."""
+ONE_EACH = CacheTiles(16, 64, 4, 4, beside=1)
+"""One token, and one head for each processor: B16 N8192 at 4.34 TB/s, 4.31 with 128 keys on 8 warps and 3 stages, 4.24
+and 4.27 with 3 and 5 stages of 64 keys. Or fewer heads and many keys, one piece for each processor: B1 N131072 4.28, in
+32 pieces, of which two share a processor, 4.25. 8 tokens in another run 3.46, in 32 3.89. B1 N8192 12.75 us in graphs
+of 8 calls, 12.38 of 32; in 32 pieces 13.01 and 12.79, with a stage more 13.23 and 12.79."""
 
 MANY_TILES = 7
 """More tiles of 64 keys for each processor are many: 8 at B1 N8192, and alike at B2 N4096 to B8 N1024, not timed."""
@@ -157,11 +157,11 @@ def tiles_of_halves(problem: Problem, rows: int, gpu: Gpu) -> CacheTiles:
     if gpu.family == "wgmma" and rows > MAX_ROWS // 2:
         return MANY_ROWS._replace(beside=1) if share >= 0.9 else MANY_ROWS
     if share < 0.9:
-        tiles = heads * count(keys_in_reach(problem), FEW_HEADS.k_tile)
-        return FEW_HEADS if problem.len_q == 1 and tiles > MANY_TILES * gpu.processors else small
+        tiles = heads * count(keys_in_reach(problem), ONE_EACH.k_tile)
+        return ONE_EACH if problem.len_q == 1 and tiles > MANY_TILES * gpu.processors else small
     if gpu.family == "mma":
         return LARGE
-    return SEVERAL if problem.len_q > 1 else MANY_HEADS if share >= 1.8 else LARGE
+    return SEVERAL if problem.len_q > 1 else MANY_HEADS if share >= 1.8 else ONE_EACH
 
 
 def shared_bytes(problem: Problem, tiles: CacheTiles) -> int:

@@ -64,14 +64,15 @@ def after_the_kernel_before(x, form: tl.constexpr):
     """x >= 0 as it is, when the kernel in front of this one has ended: comes before the first read of memory.
 
     This program may have been set up before that. The wait depends on x, or the assembler would move it in front of
-    what x is computed from. The kernel behind may be set up from here on.
+    what x is computed from. The kernel behind may be set up before the wait already: it waits for this one, and so for
+    all before it. On an H200 B1 N1024 took 5.07 us then, not 5.21, B1 N8192 12.63, not 12.70.
     """
     if form.EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
         x = tl.inline_asm_elementwise(
             "{ .reg .pred p; setp.ge.s32 p, $1, 0; @p griddepcontrol.wait; mov.b32 $0, $1; }",
             "=r,r", [x], tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
-        tl.extra.cuda.gdc_launch_dependents()
     return x
 
 
