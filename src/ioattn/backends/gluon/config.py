@@ -40,6 +40,10 @@ class Config:
     """Whether each thread sums what it holds of a row, and a row's four threads meet only when the tile ends."""
     early_decay: bool = False
     """Whether, of sums by thread, what was summed before is taken in with the last quarter of a block's weights."""
+    by_warp: bool = True
+    """Whether each warp of a group arrives at barriers by itself, not one thread after all of the group have met."""
+    code: int = 1
+    """How machine code is put together, `one_code`: counted up with each change, as Triton's cache does not see it."""
     longest_first: bool = False
     has_lo: bool = False
     has_hi: bool = False
