@@ -40,7 +40,7 @@ class Config:
     """Whether each thread sums what it holds of a row, and a row's four threads meet only when the tile ends."""
     early_decay: bool = False
     """Whether, of sums by thread, what was summed before is taken in with the last quarter of a block's weights."""
-    by_warp: bool = True
+    by_warp: bool = False
     """Whether each warp of a group arrives at barriers by itself, not one thread after all of the group have met."""
     code: int = 1
     """How machine code is put together, `one_code`: counted up with each change, as Triton's cache does not see it."""
@@ -97,6 +97,7 @@ def tiles(problem: Problem) -> Config:
             wait_after_max=not bounded,
             thread_sums=True,
             early_decay=True,
+            by_warp=True,
         )
     # A buffer for all of the output fits in only where Q's is, which then comes late: full N 2048 737 in halves / 719.
     # A masked kernel's loader needs the registers here, too: N 8192 728 / 717. The wait: causal N 8192 643 / 614.
@@ -112,6 +113,7 @@ def tiles(problem: Problem) -> Config:
         out_parts=2 if dim == dim_v else 1,
         wait_after_max=True,
         thread_sums=True,
+        by_warp=True,
     )
 
 
