@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import threading
 
 import pytest
 
 pytest.importorskip("triton", minversion="3.6", reason="Triton is not installed")
 
-from ioattn.backends.gluon.one_code import one_code
+from ioattn.backends.gluon.one_code import one_code, shared_by
 
 CHAIN = """\
 	setp.eq.b16 	%p2, %rs5, 0;
@@ -99,3 +100,19 @@ def test_a_single_group_keeps_its_barrier() -> None:
 def test_other_code_is_not_touched(changed: str) -> None:
     with pytest.raises(ValueError, match="warp roles"):
         one_code(kernel(CHAIN).replace(changed, "something"), 2, True)
+
+
+def test_what_other_threads_compile_is_not_touched() -> None:
+    knobs = pytest.importorskip("triton").knobs
+    before = knobs.runtime.add_stages_inspection_hook
+    stages: list[dict[str, object]] = [{"ptx": str}, {"ptx": str}]
+    with shared_by(2, False):
+        add = knobs.runtime.add_stages_inspection_hook
+        other = threading.Thread(target=add, args=(None, stages[1], None, None, None))
+        other.start()
+        other.join()
+        add(None, stages[0], None, None, None)
+        assert add() == ("", "")
+    assert stages[0]["ptx"] is not str
+    assert stages[1]["ptx"] is str
+    assert knobs.runtime.add_stages_inspection_hook is before

@@ -12,6 +12,7 @@ arrives by itself, once its own reads are done, so barriers count `WARPS` arriva
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -93,14 +94,16 @@ def _precedes_barrier(lines: Sequence[str], at: int) -> bool:
 
 @contextmanager
 def shared_by(groups: int, by_warp: bool) -> Iterator[None]:
-    """Compile with one code for so many compute groups; Triton's setting is the process's."""
+    """Compile with one code for so many compute groups: Triton's setting is the process's, this is for one thread."""
+    owner = threading.get_ident()
 
     def add(*pipeline: Any) -> Any:
         if not pipeline:
             return "", ""  # asked for its part of a cache's key: `Config.code`
-        stages = pipeline[1]
-        write: Callable[..., str] = stages["ptx"]
-        stages["ptx"] = lambda source, metadata: one_code(write(source, metadata), groups, by_warp)
+        if threading.get_ident() == owner:
+            stages = pipeline[1]
+            write: Callable[..., str] = stages["ptx"]
+            stages["ptx"] = lambda source, metadata: one_code(write(source, metadata), groups, by_warp)
         return None
 
     with knobs.runtime.scope():
