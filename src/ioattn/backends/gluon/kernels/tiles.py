@@ -269,6 +269,9 @@ def board(readers: gl.constexpr, arrivals: gl.constexpr = 1):
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     posts = gl.allocate_shared_memory(gl.int32, [2, POST_WORDS], layout)
     poison = gl.allocate_shared_memory(gl.float32, [2 * readers, GROUP_ROWS], layout)
+    zeros = gl.full([GROUP_ROWS], 0.0, gl.float32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    for i in gl.static_range(2 * readers):
+        poison.index(i).store(zeros)  # the first tiles' words are read before any is left; D 64 without 397 / 405
     return Board(posts, poison, barriers(2, 1), barriers(2, readers * arrivals), readers)
 
 
