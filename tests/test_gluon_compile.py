@@ -111,7 +111,7 @@ def test_machine_code(dim: int, feature: str, tmp_path: Path) -> None:
     loops = code.pipelines()
     assert loops
     # Where its warps arrive by themselves a group meets before it may write the output's buffer, when it has, before it
-    # reads it again, and, up to Triton 3.8, at its end.
+    # reads it again, and, with Triton 3.6, at its end.
     meetings = [line for line in code.lines if "BAR.SYNC" in line and ", 0x80" in line and " 0x0, " not in line]
     if config.by_warp:
         assert len(meetings) - config.out_parts * (2 + config.cleans) in (0, 1)

@@ -102,6 +102,14 @@ def test_other_code_is_not_touched(changed: str) -> None:
         one_code(kernel(CHAIN).replace(changed, "something"), 2, True)
 
 
+def test_an_arrival_of_unknown_form_is_refused() -> None:
+    """It would be one of four that its barrier waits for."""
+    unknown = kernel(CHAIN).replace("@%p7 mbarrier.arrive.shared", "@%p7 mbarrier.arrive.release.cta.shared")
+    assert one_code(unknown, 2, False)
+    with pytest.raises(ValueError, match="another form"):
+        one_code(unknown, 2, True)
+
+
 def test_what_other_threads_compile_is_not_touched() -> None:
     knobs = pytest.importorskip("triton").knobs
     before = knobs.runtime.add_stages_inspection_hook

@@ -6,7 +6,7 @@ differ in nothing but the hardware barrier at which a role's threads meet: so al
 where that barrier's number is computed, and the assembler drops the others, which nothing reaches any more.
 
 Triton also lets all of a role meet before it arrives at a barrier in shared memory or waits for one. Here each warp
-arrives by itself, once its own reads are done, so barriers count `WARPS` arrivals of a group; a wait needs nobody else.
+arrives by itself, once its own reads are done, so barriers count four arrivals of a group; a wait needs nobody else.
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ from typing import Any
 
 from triton import knobs
 
-WARPS = 4
-
 _FIRST_BARRIER = 2
 """Where the threads of the first role after the default one meet; the next role's barrier is the next."""
 
-_MEET = f"\tbar.sync \t{_FIRST_BARRIER}, {32 * WARPS};"
+_MEET = f"\tbar.sync \t{_FIRST_BARRIER}, 128;"
 _ARRIVE = re.compile(r"\t@%p\d+ (mbarrier\.arrive\.shared.*)")
 _WAIT = "mbarrier.try_wait"
 _MEMORY = re.compile(r"\t(?:@\S+ )?(?:ld|st|stmatrix|cp|fence|wgmma|bar|barrier|bra|mbarrier|atom|red)\b|\$L__BB\w+:")
@@ -55,6 +53,8 @@ def one_code(ptx: str, groups: int, by_warp: bool) -> str:
             lines[at] = _MEET.replace(f"{_FIRST_BARRIER},", "%own,")
         elif by_warp and (arrive := _ARRIVE.fullmatch(lines[at])):
             lines[at] = f"\tbar.warp.sync -1;\n\t@%elected {arrive[1]}"
+        elif by_warp and "mbarrier.arrive" in lines[at]:
+            raise ValueError(f"an arrival of another form than Triton's: {lines[at]}")
     lines.insert(lines.index(_BEGIN) + 1, _STARTS)
     return "\n".join([*lines, ""])
 
