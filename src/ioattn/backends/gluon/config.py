@@ -40,6 +40,10 @@ class Config:
     """Whether each thread sums what it holds of a row, and a row's four threads meet only when the tile ends."""
     early_decay: bool = False
     """Whether, of sums by thread, what was summed before is taken in with the last quarter of a block's weights."""
+    by_warp: bool = False
+    """Whether each warp of a group arrives at barriers by itself, not one thread after all of the group have met."""
+    code: int = 1
+    """How machine code is put together, `one_code`: counted up with each change, as Triton's cache does not see it."""
     longest_first: bool = False
     has_lo: bool = False
     has_hi: bool = False
@@ -77,37 +81,51 @@ def tiles(problem: Problem) -> Config:
     if wide == 64:
         return _tiles_64(problem, bounded)
     if wide == 128:
-        # In turn costs 2%; a third stage in the place of the output's own buffer, 4%. The loader of a masked kernel has
-        # more to hold, and 40 registers for it instead of 24 give N 2048 causal 552 against 543. Half the keys per step
-        # where a diagonal is most of the work: N 512 causal 285 against 258 TFLOP/s. Sums by threads: causal N 8192
-        # 646 / 642; full, with the wait after the row maximum, N 2048 654 / 645, N 8192 652 / 647. Their decay early:
-        # causal N 512 319 / 315 (against whole sums), N 2048 586 / 577, N 8192 644 / 643, full 697 / 688, 662 / 650.
-        narrow = bounded and problem.len_k <= 512
-        return Config(
-            dim,
-            dim_v,
-            groups=2,
-            keys=64 if narrow else 128,
-            stages=4 if narrow else 2,
-            registers=232 if bounded else 240,
-            wait_after_max=not bounded,
-            thread_sums=True,
-            early_decay=True,
-        )
-    # A buffer for all of the output fits in only where Q's is, which then comes late: full N 2048 737 in halves / 719.
-    # A masked kernel's loader needs the registers here, too: N 8192 728 / 717. The wait: causal N 8192 643 / 614.
-    # Sums by threads: causal N 8192 719 / 701; full, with the wait, which costs 1% without them, 723 / 711. Their decay
-    # early: causal N 2048 588 / 600, N 8192 718 / 741.
+        return _tiles_128(problem, dim, dim_v, bounded)
+    crowded = problem.packed or problem.band.lo is not None
+    # A buffer for all of the output fits in only where Q's is, which then comes late: full N 2048 737 in halves /
+    # 719. Registers as at D 128: causal N 8192 with 24 for the loader 762 / 737. The wait: causal N 8192 643 / 614.
+    # Sums by threads: causal N 8192 719 / 701; full, with the wait, which costs 1% without them, 723 / 711. Their
+    # decay early: causal N 2048 588 / 600, N 8192 718 / 741. Arrivals by warp: causal N 2048 613 / 610, N 8192 680
+    # / 677, full 686 / 664, 709 / 681.
     return Config(
         dim,
         dim_v,
         groups=2,
         keys=64,
         stages=2,
-        registers=232 if bounded else 240,
+        registers=232 if crowded else 240,
         out_parts=2 if dim == dim_v else 1,
         wait_after_max=True,
         thread_sums=True,
+        by_warp=True,
+    )
+
+
+def _tiles_128(problem: Problem, dim: int, dim_v: int, bounded: bool) -> Config:
+    """The same where the larger head dimension is at most 128 and above 64.
+
+    In turn costs 2%; a third stage in the place of the output's own buffer, 4%. The loader of windows and packed
+    sequences has more to hold, and 40 registers for it instead of 24 give a window of 1024 539 against 505; causal
+    N 8192 has 634 with 40 and 641 with 24. Half the keys per step where a diagonal is most of the work: N 512
+    causal 285 against 258 TFLOP/s. Sums by threads: causal N 8192 646 / 642; full, with the wait after the row
+    maximum, N 2048 654 / 645, N 8192 652 / 647. Their decay early: causal N 512 319 / 315 (against whole sums), N
+    2048 586 / 577, N 8192 644 / 643, full 697 / 688, 662 / 650. Arrivals by warp: causal N 2048 596 / 592, N 8192
+    641 / 635, full 693 / 690, 665 / 658, window of 1024 539 / 531.
+    """
+    narrow = bounded and problem.len_k <= 512
+    crowded = problem.packed or problem.band.lo is not None
+    return Config(
+        dim,
+        dim_v,
+        groups=2,
+        keys=64 if narrow else 128,
+        stages=4 if narrow else 2,
+        registers=232 if crowded else 240,
+        wait_after_max=not bounded,
+        thread_sums=True,
+        early_decay=True,
+        by_warp=True,
     )
 
 
@@ -129,7 +147,7 @@ def _tiles_64(problem: Problem, bounded: bool) -> Config:
         return Config(64, 64, groups=2, keys=128, stages=4, registers=240, ping_pong=True)
     # In turn: full N 2048 511 / 473. Waiting for P V after the row maximum: full N 8192 540 / 530, causal -1%. Sums by
     # threads: full N 2048 517 / 513, causal N 8192 494 / 499. Their decay early: full N 2048 529 / 525,
-    # N 8192 534 / 533.
+    # N 8192 534 / 533. Arrivals by warp: causal N 8192 506 / 512, full 534 / 534, a window of 1024 387 / 383.
     return Config(
         64,
         64,

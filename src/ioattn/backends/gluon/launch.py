@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from ioattn.backends.gluon.config import Config
 from ioattn.backends.gluon.kernels import forward as kernels
 from ioattn.backends.gluon.kernels.approximate import tanh
 from ioattn.backends.gluon.kernels.names import GluonASTSource, gl, gluon
+from ioattn.backends.gluon.one_code import shared_by
 from ioattn.compose import fold
 from ioattn.launching import Arguments, Call, Descriptor, addresses_of
 from ioattn.problem import DTYPES, Problem, Tensors
@@ -124,12 +126,14 @@ def compile_forward(config: Config, dtype: torch.dtype, formula: Any, slopes: st
     given = {"config": config, "formula": formula}
     constants = {(i,): given.get(k) for i, (k, kind) in enumerate(signature.items()) if kind == "constexpr"}
     source = GluonASTSource(kernels.forward, signature, constants, {})
-    return compiled(source, registers=config.start_registers)
+    return compiled(source, registers=config.start_registers, way=shared_by(config.groups, config.by_warp))
 
 
-def compiled(source: Any, warps: int = 4, registers: int | None = None) -> Any:
+def compiled(
+    source: Any, warps: int = 4, registers: int | None = None, way: AbstractContextManager[None] | None = None
+) -> Any:
     """A kernel's machine code for Hopper, with all that Triton knows about it."""
-    with sound_assembler():
+    with sound_assembler(), way or nullcontext():
         return triton.compile(source, target=TARGET, options={"num_warps": warps, "maxnreg": registers})
 
 

@@ -37,15 +37,32 @@ class State:
 
 
 @gluon.jit
-def compute(call, GROUP: gl.constexpr):
+def group_number(call):
+    """Which compute group this is, by the number of its threads: all groups may run one machine code."""
+    group = gl.to_tensor(0)
+    if call.config.groups > 1:
+        group = gl.inline_asm_elementwise(
+            "mov.u32 $0, %tid.x; shr.u32 $0, $0, 7; add.u32 $0, $0, $1; shfl.sync.idx.b32 $0, $0, 0, 31, -1;",
+            "=&r,r",
+            [gl.to_tensor(-1)],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    return group
+
+
+@gluon.jit
+def compute(call):
     """One compute group: 64 query rows of each tile."""
+    group = group_number(call)
     post = start(2)
-    q_place = start(call.config.groups).at(GROUP)
+    q_place = start(call.config.groups).at(group)
     place = start(call.config.stages)
     turn = start(1)
     tile = call.board.read(post)
     while tile.alive != 0:
-        place, turn = attend(call, tile, post, q_place, place, turn, GROUP)
+        place, turn = attend(call, tile, post, q_place, place, turn, group)
         call.board.release(post)
         post = post.next()
         q_place = q_place.again()
@@ -54,14 +71,14 @@ def compute(call, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def attend(call, tile, post, q_place, place, turn, GROUP: gl.constexpr):
+def attend(call, tile, post, q_place, place, turn, group):
     """Attention of the group's rows over the blocks they see; the tile's other blocks are let pass."""
     config: gl.constexpr = call.config
     layouts: gl.constexpr = call.layouts
     KEYS: gl.constexpr = config.keys
     TILE_ROWS: gl.constexpr = GROUP_ROWS * config.groups
     DIM_V: gl.constexpr = config.dim_v
-    row = tile.q_start + GROUP * GROUP_ROWS
+    row = tile.q_start + group * GROUP_ROWS
     block_keys = call.band.blocks(tile, tile.q_start, TILE_ROWS, KEYS)
     keys = call.band.blocks(tile, row, GROUP_ROWS, KEYS).within(block_keys)
     rows = row + gl.arange(0, GROUP_ROWS, layouts.row)
@@ -69,25 +86,25 @@ def attend(call, tile, post, q_place, place, turn, GROUP: gl.constexpr):
     row_sum = spread(row_sum, gl.zeros([GROUP_ROWS, KEYS], gl.float32, layouts.scores), config.thread_sums)
     acc = gl.zeros([GROUP_ROWS, DIM_V], gl.float32, layouts.acc)
     q_tile = call.queries.get(q_place)
-    place, turn = let_pass(call, place, turn, block_keys.last - keys.last, GROUP)
+    place, turn = let_pass(call, place, turn, block_keys.last - keys.last, group)
     state = State(acc, row_max, row_sum, place, turn)
     top = gl.minimum(keys.masked + 1, keys.last)
     if config.has_hi:
         for n in range(keys.last - top):
-            state = step_alone(call, tile, q_tile, rows, keys.last - 1 - n, state, GROUP)
-    state = pipeline(call, tile, q_tile, q_place, rows, keys, top, state, GROUP)
+            state = step_alone(call, tile, q_tile, rows, keys.last - 1 - n, state, group)
+    state = pipeline(call, tile, q_tile, q_place, rows, keys, top, state, group)
     if config.has_lo:
         for n in range(keys.full - keys.first):
-            state = step_alone(call, tile, q_tile, rows, keys.full - 1 - n, state, GROUP)
+            state = step_alone(call, tile, q_tile, rows, keys.full - 1 - n, state, group)
     if config.has_lo:
         call.queries.release(q_place)
-    place, turn = let_pass(call, state.place, state.turn, keys.first - block_keys.first, GROUP)
-    finish(call, post, state, row, GROUP)
+    place, turn = let_pass(call, state.place, state.turn, keys.first - block_keys.first, group)
+    finish(call, post, state, row, group)
     return place, turn
 
 
 @gluon.jit
-def pipeline(call, tile, q_tile, q_place, rows, keys, top, state, GROUP: gl.constexpr):
+def pipeline(call, tile, q_tile, q_place, rows, keys, top, state, group):
     """The blocks below `top`, of which only the first may need a mask, with the products next to the softmax.
 
     Where no masked blocks follow, the queries are given back before the last product with V.
@@ -97,9 +114,9 @@ def pipeline(call, tile, q_tile, q_place, rows, keys, top, state, GROUP: gl.cons
         summed = 0
         if call.config.has_hi:
             summed = keys.last - top
-        state, weights = begin(call, tile, q_tile, rows, top - 1, state, summed, GROUP)
+        state, weights = begin(call, tile, q_tile, rows, top - 1, state, summed, group)
         for n in range(top - 1 - keys.full):
-            state, weights = step(call, tile, q_tile, rows, top - 2 - n, state, weights, GROUP)
+            state, weights = step(call, tile, q_tile, rows, top - 2 - n, state, weights, group)
         if early:
             call.queries.release(q_place)
         state = end(call, state, weights)
@@ -109,28 +126,28 @@ def pipeline(call, tile, q_tile, q_place, rows, keys, top, state, GROUP: gl.cons
 
 
 @gluon.jit
-def let_pass(call, place, turn, n, GROUP: gl.constexpr):
+def let_pass(call, place, turn, n, group):
     """Release `n` blocks that other groups of the tile see and this one does not."""
     for _ in range(n):
-        call.turns.wait(GROUP, turn)
+        call.turns.wait(group, turn)
         call.keys.get(place)
         call.keys.release(place)
         call.values.get(place)
         call.values.release(place)
-        call.turns.pass_on(GROUP)
+        call.turns.pass_on(group)
         place = place.next()
         turn = turn.again()
     return place, turn
 
 
 @gluon.jit
-def begin(call, tile, q_tile, rows, block, state, summed, GROUP: gl.constexpr):
+def begin(call, tile, q_tile, rows, block, state, summed, group):
     """The first block of the pipeline, and the only one in it that may need a mask: nothing to overlap with yet.
 
     `summed`: how many blocks came before. After none there is nothing to scale.
     """
-    scores = multiply_keys(call, q_tile, state, GROUP)
-    call.turns.pass_on(GROUP)
+    scores = multiply_keys(call, q_tile, state, group)
+    call.turns.pass_on(group)
     scores = warpgroup_mma_wait(0, deps=[scores])
     call.keys.release(state.place)
     scores = shape_scores(call, tile, scores, rows, block, call.config.masks)
@@ -145,16 +162,16 @@ def begin(call, tile, q_tile, rows, block, state, summed, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def step(call, tile, q_tile, rows, block, state, weights, GROUP: gl.constexpr):
+def step(call, tile, q_tile, rows, block, state, weights, group):
     """One block of keys: its scores and softmax, while the weights of the block before meet their tile of V.
 
     `state.place` is where that tile lies.
     """
     ahead = state.ahead()
-    scores = multiply_keys(call, q_tile, ahead, GROUP)
+    scores = multiply_keys(call, q_tile, ahead, group)
     v_tile = call.values.get(state.place)
     acc = warpgroup_mma(weights, v_tile, state.acc, is_async=True)
-    call.turns.pass_on(GROUP)
+    call.turns.pass_on(group)
     scores = warpgroup_mma_wait(1, deps=[scores])
     call.keys.release(ahead.place)
     scores = shape_scores(call, tile, scores, rows, block, False)
@@ -184,22 +201,22 @@ def end(call, state, weights):
 
 
 @gluon.jit
-def step_alone(call, tile, q_tile, rows, block, state, GROUP: gl.constexpr):
+def step_alone(call, tile, q_tile, rows, block, state, group):
     """A masked block outside the pipeline.
 
     A branch around the mask inside the pipeline makes the compiler wait for the product with V before the softmax, not
     in its middle: 7% (H200, D 128, N 16384). A loop of its own in there makes it unpack and repack the weights.
     """
-    state, weights = begin(call, tile, q_tile, rows, block, state, 1, GROUP)
+    state, weights = begin(call, tile, q_tile, rows, block, state, 1, group)
     return end(call, state, weights)
 
 
 @gluon.jit
-def multiply_keys(call, q_tile, state, GROUP: gl.constexpr):
+def multiply_keys(call, q_tile, state, group):
     """Start the product of the queries with the tile of K at `state.place`."""
     KEYS: gl.constexpr = call.config.keys
     k_tile = call.keys.get(state.place)
-    call.turns.wait(GROUP, state.turn)
+    call.turns.wait(group, state.turn)
     zero = gl.zeros([GROUP_ROWS, KEYS], gl.float32, call.layouts.scores)
     return warpgroup_mma(q_tile, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
 

@@ -8,7 +8,7 @@ from ioattn.backends.gluon.kernels.tiles import GROUP_ROWS
 
 
 @gluon.jit
-def finish(call, post, state, row, GROUP: gl.constexpr):
+def finish(call, post, state, row, group):
     """Divide by the row sums and store: out by TMA where the tile is whole, the LSE by pointers."""
     tile = call.board.read(post)
     config: gl.constexpr = call.config
@@ -21,14 +21,14 @@ def finish(call, post, state, row, GROUP: gl.constexpr):
     out = state.acc * gl.convert_layout(inverse, layouts.acc_row)[:, None]
     if config.cleans:
         sums = sum_rows(out, config.thread_sums)
-        call.board.report(post, GROUP, put_together(sums, layouts.acc_row, config.thread_sums) * 0.0)
+        call.board.report(post, group, put_together(sums, layouts.acc_row, config.thread_sums) * 0.0)
     if config.out_parts == 2:
         HALF: gl.constexpr = config.dim_v // 2
         left, right = out.reshape([GROUP_ROWS, 2, HALF]).permute([0, 2, 1]).split()
-        store_out(call, tile, left, row, 0, GROUP)
-        store_out(call, tile, right, row, HALF, GROUP)
+        store_out(call, tile, left, row, 0, group)
+        store_out(call, tile, right, row, HALF, group)
     else:
-        store_out(call, tile, out, row, 0, GROUP)
+        store_out(call, tile, out, row, 0, group)
     lse = gl.where(is_empty, -INF, (state.row_max + log2(row_sum)) * LN2)
     rows = row + gl.arange(0, GROUP_ROWS, layouts.row)
     at = tile.batch * memory.lse_batch + tile.head * memory.lse_head + tile.q_offset
@@ -36,14 +36,14 @@ def finish(call, post, state, row, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def store_out(call, tile, out, row, FIRST: gl.constexpr, GROUP: gl.constexpr):
+def store_out(call, tile, out, row, FIRST: gl.constexpr, group):
     """Store a tile's columns from `FIRST` on.
 
     By TMA; by pointers where the tile reaches past its sequence, or where the loader is to put it right.
     """
     config: gl.constexpr = call.config
     memory = call.memory
-    out_tile = call.out_tiles.index(GROUP)
+    out_tile = call.out_tiles.index(group)
     tma.store_wait(0)
     out_rows = out_tile.reshape([GROUP_ROWS, out.shape[1]])
     out_rows.store(out.to(out_tile.dtype))

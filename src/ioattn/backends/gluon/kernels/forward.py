@@ -9,24 +9,6 @@ from ioattn.backends.gluon.kernels.tiles import GROUP_ROWS, Band, Divisor, Sched
 
 
 @gluon.jit
-def compute_0(call):
-    """The first group."""
-    compute(call, 0)
-
-
-@gluon.jit
-def compute_1(call):
-    """The second group."""
-    compute(call, 1)
-
-
-@gluon.jit
-def compute_2(call):
-    """The third group."""
-    compute(call, 2)
-
-
-@gluon.jit
 def forward(
     q_desc,
     k_desc,
@@ -54,15 +36,20 @@ def forward(
 ):
     """The kernel: sets the stage, then the loader and the compute groups run side by side."""
     GROUPS: gl.constexpr = config.groups
-    queries = ring(q_desc, GROUPS, 1)
-    rings = (queries, ring(k_desc, config.stages, GROUPS), ring(v_desc, config.stages, GROUPS))
+    ARRIVALS: gl.constexpr = 4 if config.by_warp else 1
+    queries = ring(q_desc, GROUPS, ARRIVALS)
+    rings = (
+        queries,
+        ring(k_desc, config.stages, GROUPS * ARRIVALS),
+        ring(v_desc, config.stages, GROUPS * ARRIVALS),
+    )
     PART: gl.constexpr = config.dim_v // config.out_parts
     out_tiles = gl.allocate_shared_memory(out_desc.dtype, [GROUPS, 1, 1, GROUP_ROWS, PART], out_desc.layout)
     call = Call(
         rings,
         barriers(1, 1, config.cleans),
-        board(GROUPS),
-        turns(GROUPS, config.ping_pong),
+        board(GROUPS, ARRIVALS),
+        turns(GROUPS, config.ping_pong, ARRIVALS),
         Band(band[0], band[1], band[2], config.has_lo, config.has_hi, config.bottom_right),
         Scoring(scale, softcap, slopes, sinks, formula, config.has_softcap),
         Memory(out_desc, out, out_strides, lse, lse_strides, v, v_strides, dim_v),
@@ -73,24 +60,24 @@ def forward(
     schedule = Schedule(counter, cu_seqlens_q, cu_seqlens_k, sizes, divisors, config)
     if GROUPS == 1:
         gl.warp_specialize(
-            [(load, (call, schedule, q_desc, k_desc, v_desc)), (compute_0, (call,))],
+            [(load, (call, schedule, q_desc, k_desc, v_desc)), (compute, (call,))],
             [4],
             [config.registers],
         )
-    elif GROUPS == 3:
+    elif GROUPS == 2:
         gl.warp_specialize(
-            [
-                (load, (call, schedule, q_desc, k_desc, v_desc)),
-                (compute_0, (call,)),
-                (compute_1, (call,)),
-                (compute_2, (call,)),
-            ],
-            [4, 4, 4],
-            [config.registers, config.registers, config.registers],
+            [(load, (call, schedule, q_desc, k_desc, v_desc)), (compute, (call,)), (compute, (call,))],
+            [4, 4],
+            [config.registers, config.registers],
         )
     else:
         gl.warp_specialize(
-            [(load, (call, schedule, q_desc, k_desc, v_desc)), (compute_0, (call,)), (compute_1, (call,))],
-            [4, 4],
-            [config.registers, config.registers],
+            [
+                (load, (call, schedule, q_desc, k_desc, v_desc)),
+                (compute, (call,)),
+                (compute, (call,)),
+                (compute, (call,)),
+            ],
+            [4, 4, 4],
+            [config.registers, config.registers, config.registers],
         )

@@ -287,9 +287,9 @@ class Turns:
 
 
 @gluon.jit
-def turns(groups: gl.constexpr, used: gl.constexpr):
+def turns(groups: gl.constexpr, used: gl.constexpr, arrivals: gl.constexpr = 1):
     """Turns of `groups` groups, the first one first; none are taken unless `used`."""
-    bars = barriers(groups, 1, used)
+    bars = barriers(groups, arrivals, used)
     if used:
-        mbarrier.arrive(bars.index(0), count=1)
+        mbarrier.arrive(bars.index(0), count=arrivals)
     return Turns(bars, groups, used)

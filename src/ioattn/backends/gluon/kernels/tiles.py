@@ -182,13 +182,15 @@ class Board:
     poison: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
+    readers: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, posts, poison, full, empty):
+    def __init__(self, posts, poison, full, empty, readers):
         self.posts = posts
         self.poison = poison
         self.full = full
         self.empty = empty
+        self.readers = gl.constexpr(readers)
 
     @gluon.jit
     def acquire(self, cursor):
@@ -241,17 +243,19 @@ class Board:
         mbarrier.arrive(self.empty.index(cursor.index), count=1)
 
     @gluon.jit
-    def report(self, cursor, group: gl.constexpr, poison):
+    def report(self, cursor, group, poison):
         """Leave one number per row of a group: zero, or NaN if something in the row's result is not finite."""
-        self.poison.index(cursor.index).slice(group * GROUP_ROWS, GROUP_ROWS, 0).store(poison)
+        self.poison.index(cursor.index * self.readers + group).store(poison)
 
     @gluon.jit
     def is_suspect(self, cursor):
         """Whether a result of the tile posted here is not finite."""
-        rows = self.poison.index(cursor.index)
         # Every warp reads all of it, so that none waits for another.
-        layout: gl.constexpr = gl.BlockedLayout([rows.shape[0] // 32], [32], [gl.num_warps()], [0])
-        return gl.max(gl.where(rows.load(layout) == 0.0, 0, 1), 0) != 0
+        layout: gl.constexpr = gl.BlockedLayout([GROUP_ROWS // 32], [32], [gl.num_warps()], [0])
+        finite = gl.full([GROUP_ROWS], True, gl.int1, layout)
+        for group in gl.static_range(self.readers):
+            finite = finite & (self.poison.index(cursor.index * self.readers + group).load(layout) == 0.0)
+        return gl.max(gl.where(finite, 0, 1), 0) != 0
 
 
 @gluon.jit
@@ -260,16 +264,15 @@ def _pick(words, word, which: gl.constexpr):
 
 
 @gluon.jit
-def board(readers: gl.constexpr):
+def board(readers: gl.constexpr, arrivals: gl.constexpr = 1):
     """A board that `readers` groups read."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     posts = gl.allocate_shared_memory(gl.int32, [2, POST_WORDS], layout)
-    # Loads take powers of two: of three groups' rows, a quarter is never written but here.
-    WORDS: gl.constexpr = GROUP_ROWS * (4 if readers == 3 else readers)
-    poison = gl.allocate_shared_memory(gl.float32, [2, WORDS], layout)
-    for i in gl.static_range(2):
-        poison.index(i).store(gl.full([WORDS], 0.0, gl.float32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])))
-    return Board(posts, poison, barriers(2, 1), barriers(2, readers))
+    poison = gl.allocate_shared_memory(gl.float32, [2 * readers, GROUP_ROWS], layout)
+    zeros = gl.full([GROUP_ROWS], 0.0, gl.float32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    for i in gl.static_range(2 * readers):
+        poison.index(i).store(zeros)  # the first tiles' words are read before any is left; D 64 without 397 / 405
+    return Board(posts, poison, barriers(2, 1), barriers(2, readers * arrivals), readers)
 
 
 @aggregate
