@@ -159,16 +159,27 @@ def test_hidden_keys_are_never_read(backend: Target, value: float, dtype: torch.
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_keys_behind_a_mask_that_is_read_many_at_a_time(backend: Target, value: float) -> None:
-    """As it may be where the keys of a row are a multiple of 16."""
+@pytest.mark.parametrize("columns", [1, 16])
+def test_keys_behind_a_mask_that_is_read_many_at_a_time(backend: Target, columns: int, value: float) -> None:
+    """As it may be where the keys of a row are a multiple of 16. By one column scores are inf in some rows alone."""
     case = dense(backend, Shape(2, 4, 40, 160, 16, kv_heads=2), torch.bfloat16, mask=(1, 1, 40, 160))
     case.tensors["mask"][..., 5::16] = False
     case.tensors["mask"][..., 7, :] = False
+    case.tensors["q"][:, :, 0, 0] = -1
     for name in "kv":
-        case.tensors[name][:, :, 5::16] = value
+        case.tensors[name][:, :, 5::16, :columns] = value
     result = check(backend, case)
     assert (result["out"][:, :, 7] == 0).all()
     assert (result["lse"][:, :, 7] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("softcap", [20.0, 40.0])
+def test_a_hidden_key_does_not_reach_rows_that_see_its_neighbours(backend: Target, softcap: float) -> None:
+    """Scores side by side may be computed together."""
+    case = dense(backend, Shape(2, 2, 64, 128, 16), torch.bfloat16, softcap=softcap, causal=True)
+    case.tensors["k"][:, :, -1] = torch.nan
+    result = check(backend, case, gradients=False)
+    assert result["out"].isnan().any(-1).sum() == 4
 
 
 @pytest.mark.parametrize("hidden", [math.nan, -math.inf])

@@ -176,9 +176,7 @@ causal problems (`tests/test_triton_compile.py`)."""
 WITH: dict[tuple[Direction, int, str], Tiles] = {
     ("forward", 128, "bias"): Tiles(128, 128, 8, 3),  # 378, plain; here so that no row below is taken: 300 or 312
     ("forward", 128, "mask"): Tiles(128, 128, 8, 3),  # 447 of 520; 64 by 64 442, 128 by 64 402, two stages 380
-    ("forward", 128, "bounded softcap"): Tiles(
-        64, 64, 4, 3
-    ),  # 433 of 519; 128 by 64 388, 128 by 128 374, two stages 380
+    ("forward", 128, "bounded softcap"): Tiles(64, 64, 4, 3),  # 433 of 519; 128 by 64 388, 128 by 128 374
     ("forward", 128, "softcap"): Tiles(128, 64, 8, 3),  # 381; 128 by 128 372
     ("forward", 128, "window"): Tiles(64, 64, 4, 3),  # 393 of 499; two stages 352, 128 by 64 336 of 516
     ("bias", 128, "bias"): Tiles(128, 128, 8, 1),  # plain until dQ took 64 by 64; no other was timed

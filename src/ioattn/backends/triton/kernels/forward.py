@@ -31,6 +31,7 @@ from ioattn.backends.triton.kernels.tiles import (
     clear_slack,
     decoded,
     device,
+    is_finite,
     keep,
     keep_where_cut,
     load_keys,
@@ -89,7 +90,19 @@ def forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.const
             words = words_at(q_start, k_start, task, form, EDGE)
             pairs = pairs_at(q_start, k_start, form)
             row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, words, pairs, None, task, form, step, EDGE)
-    store_results(row_max, row_sum, acc, out, lse, q_start, task, form)
+    store_results(row_max, sound_or_nan(row_sum, task, form), acc, out, lse, q_start, task, form)
+
+
+@device
+def sound_or_nan(row_sum, task, form: tl.constexpr):
+    """The sums of rows, all NaN if one is, where something is hidden: of a tile `repair.py` looks at one row.
+
+    Hidden NaN in V reaches every row, and what a mask or softcap makes of hidden scores that are not finite only some.
+    """
+    inputs = task.inputs
+    if not form.SPLIT and (inputs.mask is not None or inputs.lo is not None or inputs.hi is not None):
+        row_sum = tl.where(is_finite(row_sum), row_sum, float("nan"))
+    return row_sum
 
 
 @device
