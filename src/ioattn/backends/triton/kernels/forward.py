@@ -147,6 +147,19 @@ def attend(
         scores += veil
     scores = keep(margin_at(pairs, task, KIND), mask, scores, -INF)
     scores = keep_where_cut(cut, pairs, task, scores, -INF)
+    new_max, rescale, weights = weights_of_tile(scores, row_max, factor, form)
+    row_sum = rescale * row_sum + tl.sum(weights, 1)
+    if form.PRECISION == FP16X3:
+        acc = add_halves(acc, rescale[:, None], weights * LARGEST, keys.v, 1.0, form)
+    else:
+        v_tile = only_finite(keys.v, KIND)
+        acc = (dot(rounded(weights, v_tile.dtype), v_tile, rescale[:, None] * acc[0], form),)
+    return new_max, row_sum, acc
+
+
+@device
+def weights_of_tile(scores, row_max, factor, form: tl.constexpr):
+    """The new maxima of rows, what sums in units of the old ones are multiplied with, and the weights."""
     if form.BOUNDED:
         # A weight is exp(score): nothing waits for a maximum, and no sum changes its unit.
         new_max = tl.zeros_like(row_max)
@@ -160,13 +173,7 @@ def attend(
         else:
             weights = tl.exp2((scores - shift[:, None]) * factor)
         rescale = tl.exp2((row_max - shift) * factor)
-    row_sum = rescale * row_sum + tl.sum(weights, 1)
-    if form.PRECISION == FP16X3:
-        acc = add_halves(acc, rescale[:, None], weights * LARGEST, keys.v, 1.0, form)
-    else:
-        v_tile = only_finite(keys.v, KIND)
-        acc = (dot(rounded(weights, v_tile.dtype), v_tile, rescale[:, None] * acc[0], form),)
-    return new_max, row_sum, acc
+    return new_max, rescale, weights
 
 
 @device
