@@ -158,6 +158,30 @@ def test_hidden_keys_are_never_read(backend: Target, value: float, dtype: torch.
     assert not poisoned["dk"].masked_select(hidden[:, None, :, None]).any()
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("columns", [1, 16])
+def test_keys_behind_a_mask_that_is_read_many_at_a_time(backend: Target, columns: int, value: float) -> None:
+    """As it may be where the keys of a row are a multiple of 16. By one column scores are inf in some rows alone."""
+    case = dense(backend, Shape(2, 4, 40, 160, 16, kv_heads=2), torch.bfloat16, mask=(1, 1, 40, 160))
+    case.tensors["mask"][..., 5::16] = False
+    case.tensors["mask"][..., 7, :] = False
+    case.tensors["q"][:, :, 0, 0] = -1
+    for name in "kv":
+        case.tensors[name][:, :, 5::16, :columns] = value
+    result = check(backend, case)
+    assert (result["out"][:, :, 7] == 0).all()
+    assert (result["lse"][:, :, 7] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("softcap", [20.0, 40.0])
+def test_a_hidden_key_does_not_reach_rows_that_see_its_neighbours(backend: Target, softcap: float) -> None:
+    """Scores side by side may be computed together."""
+    case = dense(backend, Shape(2, 2, 64, 128, 16), torch.bfloat16, softcap=softcap, causal=True)
+    case.tensors["k"][:, :, -1] = torch.nan
+    result = check(backend, case, gradients=False)
+    assert result["out"].isnan().any(-1).sum() == 4
+
+
 @pytest.mark.parametrize("hidden", [math.nan, -math.inf])
 def test_a_hidden_value_does_not_change_a_visible_infinity(backend: Target, hidden: float) -> None:
     case = dense(backend, SHAPE, mask=(70,))
@@ -208,9 +232,23 @@ def test_everything_nan_stays_nan(backend: Target) -> None:
     assert result["out"].isnan().all()
 
 
+@pytest.mark.parametrize("softcap", [3.0, 30.0, 31.0, 100.0, 101.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_softcap_saturates(backend: Target, dtype: torch.dtype) -> None:
-    check(backend, stretched(dense(backend, SHAPE, dtype, softcap=3.0, causal=True), 12.0))
+def test_softcap_saturates(backend: Target, dtype: torch.dtype, softcap: float) -> None:
+    check(backend, stretched(dense(backend, SHAPE, dtype, softcap=softcap, causal=True), 4 * softcap**0.5))
+
+
+@pytest.mark.parametrize("softcap", [5.0, 30.0, 50.0])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("size", [1e-16, 1e16])
+def test_values_of_any_size_where_every_score_is_at_the_cap(
+    backend: Target, size: float, sign: int, softcap: float
+) -> None:
+    """Weights may be exp(score), without the maximum of a row taken off."""
+    case = dense(backend, Shape(heads=1, n_q=9, n_k=257), torch.bfloat16, softcap=softcap)
+    k = 64 * case.tensors["k"].abs()
+    case = case.replace(q=sign * case.tensors["q"].abs(), k=k, v=size * case.tensors["v"])
+    check(backend, Case(case.tensors, case.dout, None, case.options), gradients=False)
 
 
 @pytest.mark.parametrize("sink", [-100.0, 0.0, 100.0, -math.inf])

@@ -159,6 +159,8 @@ class Form(NamedTuple):
     """The scores stay Q K^T, and the scale is applied inside of the exponential: one multiplication less per score."""
     SQUASHED: bool
     """The scores stay (tanh - 1) / 2 of softcap, in the forward; twice softcap is applied inside of the exponential."""
+    BOUNDED: bool
+    """Where SQUASHED: no score is far from 0, and weights are exp(score), whatever the maximum of a row."""
     FUSED: bool
     """A weight's exponent is one multiply-add: 5% of a 16-bit kernel's time.
 

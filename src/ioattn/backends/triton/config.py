@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, get_args
 
+import torch
+import triton
+
 from ioattn.backends.triton.arguments import padded
 from ioattn.problem import Problem
+from ioattn.scores import SOFTCAP
 
 Direction = Literal["forward", "delta", "key_value", "query", "bias"]
 Family = Literal["wgmma", "mma"]
@@ -171,7 +175,8 @@ causal problems (`tests/test_triton_compile.py`)."""
 
 WITH: dict[tuple[Direction, int, str], Tiles] = {
     ("forward", 128, "bias"): Tiles(128, 128, 8, 3),  # 378, plain; here so that no row below is taken: 300 or 312
-    ("forward", 128, "mask"): Tiles(128, 128, 8, 3),  # 382 of plain's 499; 128 by 64 357
+    ("forward", 128, "mask"): Tiles(128, 128, 8, 3),  # 447 of 520; 64 by 64 442, 128 by 64 402, two stages 380
+    ("forward", 128, "bounded softcap"): Tiles(64, 64, 4, 3),  # 433 of 519; 128 by 64 388, 128 by 128 374
     ("forward", 128, "softcap"): Tiles(128, 64, 8, 3),  # 381; 128 by 128 372
     ("forward", 128, "window"): Tiles(64, 64, 4, 3),  # 393 of 499; two stages 352, 128 by 64 336 of 516
     ("bias", 128, "bias"): Tiles(128, 128, 8, 1),  # plain until dQ took 64 by 64; no other was timed
@@ -180,6 +185,12 @@ WITH: dict[tuple[Direction, int, str], Tiles] = {
 """What is preferred with a feature, in 16 bits on Hopper, up to a width: where the plain tiles spill, or wait.
 
 Numbers as in TABLE, of B4 N4096 D128; of a backward each with the other kernels' tiles as they were."""
+
+BOUNDED_SOFTCAP = 30
+"""Up to this softcap exp(score) is between 2^-44 and 2^44: far from the ends of bfloat16, 2^-126 and 2^127."""
+
+WORDS_PASS_SHARED_MEMORY = not triton.__version__.startswith("3.6.")
+"""Triton 3.9 passes what is read of a bias or mask for the next tile through shared memory, a byte per score."""
 
 WINDOW = 2048
 """Up to so many keys per query the tiles at the edges of a window, and the start and end of a program, weigh most."""
@@ -236,8 +247,16 @@ def _features(problem: Problem) -> tuple[str, ...]:
     """Those that make a kernel's scores expensive, the most expensive first."""
     band = problem.band
     window = None if band.lo is None or band.hi is None or band.hi - band.lo > WINDOW else band
-    present = {"bias": problem.bias, "mask": problem.mask, "softcap": problem.softcap, "window": window}
-    return tuple(name for name, value in present.items() if value is not None)
+    bounded = True if is_bounded(problem) else None
+    present = {"bias": problem.bias, "mask": problem.mask, "bounded softcap": bounded, "softcap": problem.softcap}
+    return tuple(name for name, value in (present | {"window": window}).items() if value is not None)
+
+
+def is_bounded(problem: Problem) -> bool:
+    """Whether scores stay so close to 0 that a forward's weights may be exp(score), in 16 bits."""
+    if problem.terms != (SOFTCAP,) or problem.sinks or problem.dtype != torch.bfloat16 or problem.softcap is None:
+        return False
+    return problem.softcap <= BOUNDED_SOFTCAP
 
 
 def programs_to_repair(tiles: int, heads: int, gpu: Gpu | None) -> int:
@@ -295,6 +314,8 @@ def shared_bytes(problem: Problem, direction: Direction, tiles: Tiles, gpu: Gpu,
     extra = scores * per_score + 2 * 4 * tiles.q_tile
     stages = 1 if direction == "bias" else tiles.num_stages
     total = stages * (walked * size + extra) + kept * size
+    if in_registers and direction == "forward" and WORDS_PASS_SHARED_MEMORY:
+        total += scores
     if direction == "key_value":
         # LSE and delta of one tile more, where three or more stages of them are on their way.
         total += 2 * 4 * tiles.q_tile

@@ -425,6 +425,7 @@ def _form(problem: Problem, tiles: Tiles, wide: bool, order: str) -> Form:
         BOTTOM_RIGHT=problem.align == "bottom-right",
         LATE=late,
         SQUASHED=problem.terms == (SOFTCAP,) and not problem.sinks and _is_small(problem),
+        BOUNDED=config.is_bounded(problem),
         FUSED=problem.bias is None and problem.dtype != torch.float32,
         EVEN=(problem.bias is not None or problem.mask is not None) and problem.len_k % 16 == 0,
         PRECISION=tiles.precision,

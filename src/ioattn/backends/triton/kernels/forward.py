@@ -19,7 +19,7 @@ from ioattn.backends.triton.kernels.products import (
     scales_of,
 )
 from ioattn.backends.triton.kernels.ranges import edge_start, in_one_loop, is_cut, key_ranges
-from ioattn.backends.triton.kernels.scores import distance_at, mask_at, operands_at, pairs_at, words_at
+from ioattn.backends.triton.kernels.scores import distance_at, mask_at, operands_at, pairs_at, veil_at, words_at
 from ioattn.backends.triton.kernels.tanh import SQUASHED_ONE, squashed
 from ioattn.backends.triton.kernels.tiles import (
     EDGE,
@@ -31,6 +31,7 @@ from ioattn.backends.triton.kernels.tiles import (
     clear_slack,
     decoded,
     device,
+    is_finite,
     keep,
     keep_where_cut,
     load_keys,
@@ -89,7 +90,19 @@ def forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.const
             words = words_at(q_start, k_start, task, form, EDGE)
             pairs = pairs_at(q_start, k_start, form)
             row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, words, pairs, None, task, form, step, EDGE)
-    store_results(row_max, row_sum, acc, out, lse, q_start, task, form)
+    store_results(row_max, sound_or_nan(row_sum, task, form), acc, out, lse, q_start, task, form)
+
+
+@device
+def sound_or_nan(row_sum, task, form: tl.constexpr):
+    """The sums of rows, all NaN if one is, where something is hidden: of a tile `repair.py` looks at one row.
+
+    Hidden NaN in V reaches every row, and what a mask or softcap makes of hidden scores that are not finite only some.
+    """
+    inputs = task.inputs
+    if not form.SPLIT and (inputs.mask is not None or inputs.lo is not None or inputs.hi is not None):
+        row_sum = tl.where(is_finite(row_sum), row_sum, float("nan"))
+    return row_sum
 
 
 @device
@@ -103,7 +116,7 @@ def store_results(row_max, row_sum, acc, out, lse, q_start, task, form: tl.const
     store_tile(acc, factor, out, row_at(out, seq.batch, task.head, seq.start_q), q_start, seq.len_q, form.OUT)
     if form.LATE:
         row_max *= score_scale(task)
-    if form.SQUASHED:
+    if form.SQUASHED and not form.BOUNDED:
         row_max = task.inputs.softcap * (row_max * (2.0 / SQUASHED_ONE) + 1.0)
     row = q_start + tl.arange(0, form.Q.ROWS)
     pointers = row_at(lse, seq.batch, task.head, seq.start_q) + row.to(tl.int64) * lse.row
@@ -117,7 +130,10 @@ def attend(
     """The online softmax over one tile of keys."""
     keys = load_keys(task, pairs.k_start, form, KIND)
     operands = operands_at(pairs, words, task, form)
-    mask = mask_at(pairs, words, task, form)
+    veil = veil_at(words, task, form, KIND)
+    mask = None
+    if veil is None:
+        mask = mask_at(pairs, words, task, form)
     scores = multiply(q_tile, keys.k, form)
     factor = LOG2E
     if form.LATE:
@@ -127,15 +143,11 @@ def attend(
         factor = task.inputs.softcap * (2.0 * LOG2E / SQUASHED_ONE)
     else:
         scores = step(scores * score_scale(task), distance_at(pairs, task), operands)
+    if veil is not None:
+        scores += veil
     scores = keep(margin_at(pairs, task, KIND), mask, scores, -INF)
     scores = keep_where_cut(cut, pairs, task, scores, -INF)
-    new_max = tl.maximum(row_max, tl.max(scores, 1))
-    shift = or_zero(new_max)
-    if form.FUSED:
-        weights = tl.exp2(scores * factor - (shift * factor)[:, None])
-    else:
-        weights = tl.exp2((scores - shift[:, None]) * factor)
-    rescale = tl.exp2((row_max - shift) * factor)
+    new_max, rescale, weights = weights_of_tile(scores, row_max, factor, form)
     row_sum = rescale * row_sum + tl.sum(weights, 1)
     if form.PRECISION == FP16X3:
         acc = add_halves(acc, rescale[:, None], weights * LARGEST, keys.v, 1.0, form)
@@ -143,6 +155,25 @@ def attend(
         v_tile = only_finite(keys.v, KIND)
         acc = (dot(rounded(weights, v_tile.dtype), v_tile, rescale[:, None] * acc[0], form),)
     return new_max, row_sum, acc
+
+
+@device
+def weights_of_tile(scores, row_max, factor, form: tl.constexpr):
+    """The new maxima of rows, what sums in units of the old ones are multiplied with, and the weights."""
+    if form.BOUNDED:
+        # A weight is exp(score): nothing waits for a maximum, and no sum changes its unit.
+        new_max = tl.zeros_like(row_max)
+        weights = tl.exp2(scores * factor + factor * (SQUASHED_ONE / 2))
+        rescale = new_max + 1.0
+    else:
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        shift = or_zero(new_max)
+        if form.FUSED:
+            weights = tl.exp2(scores * factor - (shift * factor)[:, None])
+        else:
+            weights = tl.exp2((scores - shift[:, None]) * factor)
+        rescale = tl.exp2((row_max - shift) * factor)
+    return new_max, rescale, weights
 
 
 @device

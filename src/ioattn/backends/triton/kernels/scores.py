@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from ioattn.backends.triton.kernels.tiles import FULL, PTX, device, row_at, rows_of
+from ioattn.backends.triton.kernels.tiles import EXACT, FULL, PTX, device, row_at, rows_of
 
 COVER_4 = tl.constexpr(
     "{ .reg .b32 t, u; lop3.b32 t, $4, $5, 0x01010101, 0xE0; mul.lo.u32 t, t, 255;"
@@ -25,6 +25,12 @@ COVER_2_2 = tl.constexpr(
     " prmt.b32 u, t, t, 0x2200; mov.b32 {$0, $2}, u; prmt.b32 u, t, t, 0x3311; mov.b32 {$1, $3}, u; }"
 )
 """The same, of two words of two bytes; those of one key side by side in a register."""
+
+VEIL_4 = tl.constexpr(
+    "{ .reg .b32 t; mad.lo.u32 t, $4, -128, 0x80808080; prmt.b32 $0, t, 0, 0x8044; prmt.b32 $1, t, 0, 0x9144;"
+    " prmt.b32 $2, t, 0, 0xA244; prmt.b32 $3, t, 0, 0xB344; }"
+)
+"""Four bytes, 1 or 0, as four numbers, 0 or -inf: a byte of 0x80, and in front of it its sign eight times."""
 
 
 class Pairs(NamedTuple):
@@ -112,6 +118,26 @@ def mask_at(pairs, words, task, form: tl.constexpr):
                     parts += (word & 0x10000, word & 0x1000000)
             visible = in_order(parts, form)
     return visible
+
+
+@device
+def veil_at(words, task, form: tl.constexpr, KIND: tl.constexpr):
+    """0 where the boolean mask shows a score, -inf where it hides it; None where there is none, or none in words.
+
+    To be added to the scores: where they are a product, Triton has the tensor cores start from it, it is made while
+    they multiply the tile before, and the mask costs nothing behind the product, which all weights wait for. NaN and
+    inf among the hidden scores become NaN, and that is repaired.
+    """
+    veil = None
+    if task.inputs.mask is not None and form.K.ORDER == "columns" and PTX and KIND != EXACT:
+        parts = ()
+        for i in tl.static_range(len(words[1])):
+            given = [words[1][i]]
+            parts += tl.inline_asm_elementwise(
+                VEIL_4, "=f,=f,=f,=f,r", given, (tl.float32, tl.float32, tl.float32, tl.float32), True, 1
+            )
+        veil = in_order(parts, form)
+    return veil
 
 
 @device
