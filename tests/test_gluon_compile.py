@@ -20,7 +20,7 @@ from ioattn.problem import Problem
 
 triton = pytest.importorskip("triton", minversion="3.6", reason="Triton is not installed")
 
-from ioattn.backends.gluon import launch  # noqa: E402
+from ioattn.backends.gluon import launch, one_code  # noqa: E402
 
 CAUSAL, WINDOW = Band(hi=0), Band(lo=-1024, hi=0)
 FEATURES = {
@@ -143,6 +143,24 @@ def test_other_dimensions_compile(dim: int, dim_v: int, dtype: torch.dtype) -> N
     assert config.dim >= dim
     assert config.dim_v >= dim_v
     assert kernel.metadata.shared <= table.SHARED_BYTES
+
+
+def test_code_that_is_not_as_expected_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another Triton, say: then each group has a copy of the code and its own barrier, and the user is told."""
+
+    def refuse(*_: object) -> str:
+        raise one_code.UnfamiliarCodeError("new")
+
+    monkeypatch.setattr(one_code, "one_code", refuse)
+    wanted = problem(128, 128, band=CAUSAL)
+    config = table.choose(wanted)
+    assert config.by_warp
+    changed = replace(config, code=-1)  # not yet in Triton's cache
+    with pytest.warns(UserWarning, match="copy of the code.*new"):
+        kernel = launch.compile_forward(changed, wanted.dtype, launch.formula_of(wanted), None, None)
+    ptx = kernel.asm["ptx"]
+    assert "%elected" not in ptx
+    assert all(f"bar.sync \t{barrier}, 128;" in ptx for barrier in (2, 3))
 
 
 def test_reads_of_unwritten_registers_are_found() -> None:

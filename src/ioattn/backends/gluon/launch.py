@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +20,7 @@ from ioattn.backends.gluon.config import Config
 from ioattn.backends.gluon.kernels import forward as kernels
 from ioattn.backends.gluon.kernels.approximate import tanh
 from ioattn.backends.gluon.kernels.names import GluonASTSource, gl, gluon
-from ioattn.backends.gluon.one_code import shared_by
+from ioattn.backends.gluon.one_code import UnfamiliarCodeError, shared_by
 from ioattn.compose import fold
 from ioattn.launching import Arguments, Call, Descriptor, addresses_of
 from ioattn.problem import DTYPES, Problem, Tensors
@@ -90,6 +92,22 @@ def _jit(function: Any) -> Any:
 @functools.lru_cache(maxsize=256)
 def compile_forward(config: Config, dtype: torch.dtype, formula: Any, slopes: str | None, sinks: str | None) -> Any:
     """The compiled kernel; needs no GPU. `slopes` and `sinks` are dtype names, or None where there are none."""
+    kinds = (dtype, formula, slopes, sinks)
+    try:
+        return _compile_forward(config, *kinds, shared_by(config.groups, config.by_warp))
+    except UnfamiliarCodeError as fault:
+        warnings.warn(f"each compute group gets a copy of the code, up to 15% slower: {fault}", stacklevel=2)
+        return _compile_forward(replace(config, by_warp=False), *kinds, nullcontext())
+
+
+def _compile_forward(
+    config: Config,
+    dtype: torch.dtype,
+    formula: Any,
+    slopes: str | None,
+    sinks: str | None,
+    way: AbstractContextManager[None],
+) -> Any:
     name = DTYPES[dtype]
     element = {"fp16": gl.float16, "bf16": gl.bfloat16}[name]
 
@@ -126,7 +144,7 @@ def compile_forward(config: Config, dtype: torch.dtype, formula: Any, slopes: st
     given = {"config": config, "formula": formula}
     constants = {(i,): given.get(k) for i, (k, kind) in enumerate(signature.items()) if kind == "constexpr"}
     source = GluonASTSource(kernels.forward, signature, constants, {})
-    return compiled(source, registers=config.start_registers, way=shared_by(config.groups, config.by_warp))
+    return compiled(source, registers=config.start_registers, way=way)
 
 
 def compiled(

@@ -38,11 +38,15 @@ _STARTS = """\
 """One thread of each warp, and the barrier of its group: warp group 1 is the first after the default role's."""
 
 
+class UnfamiliarCodeError(ValueError):
+    """Triton writes kernels in another way than this file knows; a copy of the code per group still works."""
+
+
 def one_code(ptx: str, groups: int, by_warp: bool) -> str:
     """The same kernel, where the first `groups` roles, one function in warp groups 1, 2, ..., run the first's code."""
     first, *others = _entries(ptx)[:groups] or [""]
     if not first or len(others) != groups - 1 or ptx.count(_MEET) == 0:
-        raise ValueError("this is not how Triton writes warp roles")
+        raise UnfamiliarCodeError("this is not how Triton 3.6 and 3.9 write warp roles")
     for entry in others:
         ptx = re.sub(rf"\{entry}\b(?!:)", first, ptx)
     lines = ptx.splitlines()
@@ -54,7 +58,7 @@ def one_code(ptx: str, groups: int, by_warp: bool) -> str:
         elif by_warp and (arrive := _ARRIVE.fullmatch(lines[at])):
             lines[at] = f"\tbar.warp.sync -1;\n\t@%elected {arrive[1]}"
         elif by_warp and "mbarrier.arrive" in lines[at]:
-            raise ValueError(f"an arrival of another form than Triton's: {lines[at]}")
+            raise UnfamiliarCodeError(f"an arrival of another form than Triton's: {lines[at]}")
     lines.insert(lines.index(_BEGIN) + 1, _STARTS)
     return "\n".join([*lines, ""])
 
