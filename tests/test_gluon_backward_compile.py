@@ -17,7 +17,7 @@ pytest.importorskip("triton", minversion="3.6", reason="Triton is not installed"
 
 from barriers import abandoned_barriers
 from sass import unwritten_reads
-from test_gluon_compile import FEATURES, Machine, disassembled, problem
+from test_gluon_compile import CAUSAL, FEATURES, Machine, disassembled, problem
 
 from ioattn.backends.gluon import backward_launch as launch
 from ioattn.backends.gluon.repair_launch import compile_repair
@@ -123,6 +123,35 @@ def test_the_passes_around_compile_and_copy_by_16_bytes(dim: int, feature: str) 
         assert not re.search(r"(ld|st)\.global\.b16\b", kernel.asm["ptx"])
     if config.cleans:
         assert len(compile_repair(config, wanted.dtype, wanted.terms, per_head(wanted))) == 2
+
+
+@pytest.mark.parametrize("features", [{"heads": 16, "kv_heads": 16}, {"band": CAUSAL}], ids=["full", "grouped-causal"])
+def test_parts_of_walks_pass_sums_on_by_vectors(features: dict[str, Any], tmp_path: Path) -> None:
+    config, kernel = common_kernel(problem(128, 128, **({"len_q": 8192, "len_k": 8192} | features)))
+    assert config.parts
+    code = disassembled(kernel, tmp_path)
+    assert not re.search(r"ld\.global\.b32", kernel.asm["ptx"]), "sums of parts are not read by vectors"
+    for body in multiplying_loops(code):
+        assert not stores_spilled(body)
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["alone", "grouped"])
+@pytest.mark.parametrize("length", [1024, 4096, 8192, 16384])
+@pytest.mark.parametrize("batch", [1, 2, 7])
+def test_cut_walks_are_those_that_fill_no_round(batch: int, length: int, grouped: bool) -> None:
+    band = {"band": CAUSAL} if grouped else {"heads": 16, "kv_heads": 16}
+    wanted = problem(128, 128, batch=batch, len_q=length, len_k=length, **band)
+    whole, together, parts = table.split(wanted)
+    tiles = table.key_tiles(wanted)
+    assert 0 <= whole <= tiles
+    assert together >= 1
+    assert 1 <= parts <= table.MOST_PARTS
+    if parts > 1 and not grouped:
+        rounds = -(-((tiles - whole) * parts) // table.PROCESSORS)
+        assert tiles - whole < table.PROCESSORS
+        assert rounds < parts, "a round of parts takes as long as one of whole tiles"
+    if length < table.LONG:
+        assert parts == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])

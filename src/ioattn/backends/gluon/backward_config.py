@@ -10,6 +10,20 @@ from ioattn.problem import Problem
 PAD = 128
 """Rows of the workspace that a sequence is padded to: the most rows of a tile of queries."""
 
+KEYS = 128
+"""Keys of a tile up to D 128."""
+
+PROCESSORS = 132
+"""Multiprocessors of an H100 or H200: with another number the last tiles are cut less well."""
+
+MOST_PARTS = 8
+PART_COST = 300
+SHORT, LONG = 1024, 4096
+"""Queries up to which walks go forwards, and from which on some are cut."""
+
+STRETCH, ALL = 16, 1 << 20
+"""Blocks of one head at a time where others share the keys, 1024 queries, and where none do."""
+
 L2_SECTION_BYTES = 28e6
 """Queries, their gradients and dO of the heads in work together: half of the H200's 60 MB L2."""
 
@@ -19,7 +33,11 @@ class BackwardConfig:
     """One compiled kernel: tile sizes, and which features of a problem its code holds.
 
     `dq` says how it makes dQ: "halves", each group one of them in every step; "turns", each group all of it in every
-    other step; "none", as a kernel of its own does. `rotate`: blocks that share a head start at different queries.
+    other step; "none", as a kernel of its own does.
+
+    `rotate`: blocks that share a head start at different queries. `stretch`: they walk from the last queries to the
+    first, so many blocks of each head that shares the keys at a time; 0: from the first on, head after head. `parts`:
+    some walks are cut, as `split` says.
     """
 
     dim: int
@@ -38,6 +56,8 @@ class BackwardConfig:
     dq: str = "halves"
     rotate: bool = False
     sequences: int = 0
+    stretch: int = 0
+    parts: bool = False
 
     @property
     def sums_dq(self) -> bool:
@@ -70,6 +90,10 @@ def choose(problem: Problem) -> BackwardConfig:
     band = problem.band
     keys = 64 if dim == 256 else 128
     masks = band.bounded or problem.packed or problem.len_k % keys != 0
+    sums_dq = dim < 256 and not problem.deterministic
+    grouped = problem.group > 1
+    plain = sums_dq and not problem.packed
+    backwards = plain and dim == 128 and (grouped or not masks) and band.lo is None and problem.len_q > SHORT
     return BackwardConfig(
         dim,
         keys=keys,
@@ -83,11 +107,13 @@ def choose(problem: Problem) -> BackwardConfig:
         masks=masks,
         cleans=band.bounded or problem.packed,
         has_softcap=problem.softcap is not None,
-        grouped=problem.group > 1,
-        dq="none" if dim == 256 or problem.deterministic else "turns" if dim == 64 else "halves",
-        # Where a band hides something the walks start at different queries as it is.
-        rotate=not masks,
+        grouped=grouped,
+        dq="turns" if sums_dq and dim == 64 else "halves" if sums_dq else "none",
+        # Where a band hides something the walks start at different queries as it is; at D 128 it costs 1 to 2%.
+        rotate=not masks and dim != 128,
         sequences=1 << problem.batch.bit_length() if problem.packed else 0,
+        stretch=(STRETCH if grouped else ALL) if backwards else 0,
+        parts=plain and split(problem)[2] > 1,
     )
 
 
@@ -109,6 +135,31 @@ def section(problem: Problem) -> int:
     most = int(min(max(L2_SECTION_BYTES // max(bytes_per_head, 1), 1), all_heads))
     sizes = range((most + 1) // 2, most + 1)
     return max(sizes, key=lambda size: 4 * ((all_heads - 1) % size + 1) / size + size / most)
+
+
+def key_tiles(problem: Problem) -> int:
+    """Tiles of keys of a problem that is not packed, up to D 128."""
+    return -(-problem.len_k // KEYS) * problem.kv_heads * problem.batch
+
+
+def split(problem: Problem) -> tuple[int, int, int]:
+    """How many tiles stay whole, how many of the others are walked over at a time, and in how many parts.
+
+    Equal tiles: 2048 of them take 132 processors as long as 2112 would. Cut are those of the last, incomplete round. A
+    part costs about as much as a walk over 300 queries: N 8192 is 2.4% faster, N 16384 3.6%, N 1024 1.3% slower (H200,
+    D 128). Heads that share keys, where tiles are not equal: those of a section in two parts, half of the heads each.
+    """
+    tiles = key_tiles(problem)
+    none = tiles, 1, 1
+    if problem.group > 1:
+        pays = problem.dim == 128 and problem.band.hi is not None and problem.band.lo is None
+        return (0, -(-problem.len_k // KEYS) * section(problem), 2) if pays and problem.len_q >= LONG else none
+    if problem.band.bounded or problem.len_k % KEYS or problem.len_q < LONG:
+        return none
+    rest = tiles % PROCESSORS
+    times = {n: -(-rest * n // PROCESSORS) * (1 / n + PART_COST / problem.len_q) for n in range(2, MOST_PARTS + 1)}
+    parts = min(times, key=lambda n: times[n])
+    return (tiles - rest, rest, parts) if 0 < times[parts] < 0.9 else none
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,7 @@ def compile_backward(config: BackwardConfig, dtype: torch.dtype, steps: tuple[An
     numbers = f"tensordesc<fp32[{config.rows}],{row_layout!r}>"
     dq_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     dq_tile = f"tensordesc<fp32[{config.rows * config.dq_columns // FLAT},{FLAT}],{dq_layout!r}>"
+    pointer, strides = (f"*{name}", ("i64", "i64", "i32")) if config.sequences else ("constexpr",) * 2
     offsets = "*i32" if config.sequences else "constexpr"
     signature = {
         "q_desc": tile(config.rows, config.dim),
@@ -106,14 +107,15 @@ def compile_backward(config: BackwardConfig, dtype: torch.dtype, steps: tuple[An
         **dict.fromkeys(("lse_desc", "delta_desc"), numbers),
         "dq_desc": dq_tile if config.sums_dq else "constexpr",
         **dict.fromkeys(("dk_desc", "dv_desc"), tile(64, config.columns)),
-        "dk": f"*{name}" if config.sequences else "constexpr",
-        "dk_strides": ("i64", "i64", "i32") if config.sequences else "constexpr",
-        "dv": f"*{name}" if config.sequences else "constexpr",
-        "dv_strides": ("i64", "i64", "i32") if config.sequences else "constexpr",
+        "dk": pointer,
+        "dk_strides": strides,
+        "dv": pointer,
+        "dv_strides": strides,
         "cu_seqlens_q": offsets,
         "cu_seqlens_k": offsets,
         "slopes": f"*{slopes}" if slopes else "constexpr",
         "counter": "*i32",
+        **_parts(config),
         "sizes": ("i32",) * 5,
         "rows": ("i32",) * 2,
         "band": ("i32",) * 3,
@@ -124,7 +126,17 @@ def compile_backward(config: BackwardConfig, dtype: torch.dtype, steps: tuple[An
         "dstep": "constexpr",
     }
     given = {"config": config, "step": steps[0], "dstep": steps[1]}
-    return _build(GluonASTSource, kernels.backward, signature, given, {})
+    aligned = {(list(signature).index("part_sums"),): [["tt.divisibility", 16]]} if config.parts else {}
+    return _build(GluonASTSource, kernels.backward, signature, given, aligned)
+
+
+def _parts(config: BackwardConfig) -> dict[str, Any]:
+    """What the parts of tiles leave for each other, and which tiles are cut."""
+    return {
+        "part_sums": "*fp32" if config.parts else "constexpr",
+        "part_turns": "*i32" if config.parts else "constexpr",
+        "split": ("i32",) * 3 if config.parts else "constexpr",
+    }
 
 
 @functools.lru_cache(maxsize=256)
@@ -254,6 +266,10 @@ class Operands(NamedTuple):
     flat_delta: Any
     """LSE and delta without gaps between sequences, for the kernel of dQ alone."""
     sink_terms: Any
+    part_sums: Any
+    """dK and dV of tiles whose walk is cut into parts."""
+    part_turns: Any
+    """Parts of each tile whose sums are there."""
     flag: Any
     """Raised where a gradient must be computed again."""
 
@@ -280,13 +296,22 @@ def scratch(problem: Problem, shape: Shape, config: BackwardConfig, sinks: bool)
     """The last of the `Operands`, from `lse_rows` on."""
     new = functools.partial(torch.empty, dtype=torch.float32, device=problem.device)
     flat = problem.packed and not config.sums_dq
+    cut = table.key_tiles(problem) - table.split(problem)[0] if config.parts else 0
     return (
         *new((2, shape.total)),
         new((shape.total, config.dim)) if config.sums_dq else None,
         *(new((2, problem.heads, shape.rows_q)) if flat else (None, None)),
         new(shape.total // ROWS) if sinks else None,
-        torch.zeros(1, dtype=torch.int32, device=problem.device) if config.cleans else None,
+        new((cut, 2, 2, 64 * config.dim)) if cut else None,
+        *zeros(problem.device, 2 * cut, int(config.cleans)),
     )
+
+
+def zeros(device: torch.device, *sizes: int) -> tuple[Tensor | None, ...]:
+    """So many zeros each, cleared together; None where there are none."""
+    together = sum(sizes)
+    parts = torch.zeros(together, dtype=torch.int32, device=device).split(sizes) if together else [None] * len(sizes)
+    return tuple(part if size else None for part, size in zip(parts, sizes, strict=True))
 
 
 def prepare(
@@ -329,7 +354,8 @@ def _launches(problem: Problem, use: BackwardPlan, shape: Shape) -> Iterator[tup
 
     yield use.before, shape.total // ROWS, _before
     tiles = -(-problem.len_k // use.config.keys) * problem.kv_heads * problem.batch
-    yield use.kernel, persistent(tiles), _key_value
+    whole, _, parts = table.split(problem) if use.config.parts else (tiles, 0, 1)
+    yield use.kernel, persistent(whole + (tiles - whole) * parts), _key_value
     if use.query is None:
         yield use.after, shape.total // ROWS, _after
     else:
@@ -364,6 +390,7 @@ def _key_value(problem: Problem, use: BackwardPlan, shape: Shape, x: Operands) -
         *(x.dk, (*strides_of(x.dk)[1:], problem.dim)),
         *(x.dv, (*strides_of(x.dv)[1:], problem.dim_v)),
         *(x.cu_seqlens_q, x.cu_seqlens_k, x.slopes, x.counter),
+        *(x.part_sums, x.part_turns, table.split(problem) if config.parts else None),
         (problem.batch, shape.rows_q, shape.rows_k, problem.kv_heads, table.section(problem)),
         (shape.head_rows, problem.group),
         *(_band(problem), problem.scale, problem.softcap, config, *use.steps),
@@ -388,8 +415,8 @@ def _query(problem: Problem, use: BackwardPlan, shape: Shape, x: Operands) -> Ar
 
 def _after(problem: Problem, use: BackwardPlan, shape: Shape, x: Operands) -> Arguments:
     """dQ in its dtype, out of its sums."""
-    sizes = (problem.batch, problem.heads, shape.rows_q, shape.head_rows, problem.dim)
     config = use.config
+    sizes = (problem.batch, problem.heads, shape.rows_q, shape.head_rows, problem.dim)
     return (
         *(x.dq_rows, x.dq, strides_of(x.dq), x.flag, x.cu_seqlens_q, sizes, problem.scale),
         *(ROWS, config.dim, config.sequences),

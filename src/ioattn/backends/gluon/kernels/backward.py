@@ -1,6 +1,6 @@
 """The backward kernel for Hopper: one loader and two compute groups per block, on a persistent grid."""
 
-from ioattn.backends.gluon.kernels.backward_call import GROUP_KEYS, BackwardCall, Derivative, Target
+from ioattn.backends.gluon.kernels.backward_call import GROUP_KEYS, BackwardCall, Derivative, Parts, Target
 from ioattn.backends.gluon.kernels.differentiate import differentiate
 from ioattn.backends.gluon.kernels.differentiate_wide import differentiate_wide
 from ioattn.backends.gluon.kernels.key_tiles import KeySchedule, QueryBand, key_board
@@ -28,6 +28,19 @@ def differentiate_1(call):
 
 
 @gluon.jit
+def staging(config: gl.constexpr, q_desc, dq_desc, dk_desc, rings):
+    """Where dQ is staged, and at the end of a tile dK and dV."""
+    if config.sums_dq:
+        FLAT: gl.constexpr = dq_desc.block_type.shape
+        dq_tiles = gl.allocate_shared_memory(gl.float32, [2, FLAT[0], FLAT[1]], dq_desc.layout)
+    elif config.wide:
+        dq_tiles = rings[0].buffers
+    else:
+        dq_tiles = gl.allocate_shared_memory(q_desc.dtype, [2, 1, 1, GROUP_KEYS, config.dim], dk_desc.layout)
+    return dq_tiles
+
+
+@gluon.jit
 def backward(
     q_desc,
     k_desc,
@@ -46,6 +59,9 @@ def backward(
     cu_seqlens_k,
     slopes,
     counter,
+    part_sums,
+    part_turns,
+    split,
     sizes,
     rows,
     band,
@@ -63,7 +79,7 @@ def backward(
         row_ring(q_desc, lse_desc, config.stages, GROUPS, True),
         row_ring(dout_desc, delta_desc, config.stages, GROUPS, False),  # released together with Q
     )
-    schedule = KeySchedule(counter, cu_seqlens_q, cu_seqlens_k, sizes, rows, config)
+    schedule = KeySchedule(counter, cu_seqlens_q, cu_seqlens_k, sizes, rows, split, config)
     # dS; and the weights, and what they become by the slope of softcap, where one group makes them for both.
     KEYS: gl.constexpr = config.keys
     ROWS: gl.constexpr = config.rows
@@ -79,14 +95,7 @@ def backward(
         weights = exchange(q_desc.dtype, KEYS, ROWS, SIZE, WRITERS, GROUPS)
         if config.has_softcap:
             sloped = exchange(q_desc.dtype, KEYS, ROWS, SIZE, WRITERS, 1)
-    # What is staged here is dQ, and at the end of a tile dK and dV.
-    if config.sums_dq:
-        FLAT: gl.constexpr = dq_desc.block_type.shape
-        dq_tiles = gl.allocate_shared_memory(gl.float32, [GROUPS, FLAT[0], FLAT[1]], dq_desc.layout)
-    elif config.wide:
-        dq_tiles = rings[0].buffers
-    else:
-        dq_tiles = gl.allocate_shared_memory(q_desc.dtype, [GROUPS, 1, 1, GROUP_KEYS, config.dim], dk_desc.layout)
+    dq_tiles = staging(config, q_desc, dq_desc, dk_desc, rings)
     call = BackwardCall(
         rings,
         (dscores, weights, sloped),
@@ -97,6 +106,7 @@ def backward(
         dq_desc,
         dq_tiles,
         (schedule.group, schedule.head_rows),
+        Parts(part_sums, part_turns),
         config,
     )
     gl.warp_specialize(

@@ -152,6 +152,19 @@ class Target:
 
 
 @aggregate
+class Parts:
+    """What the parts of a tile leave for each other: sums of dK and dV, and how many parts have."""
+
+    sums: object
+    turns: object
+
+    @gluon.constexpr_function
+    def __init__(self, sums, turns):
+        self.sums = gl.constexpr(None) if sums is None else sums
+        self.turns = gl.constexpr(None) if turns is None else turns
+
+
+@aggregate
 class BackwardCall:
     """All that the roles of one launch share. `group` heads share one of keys, `head_rows` apart in the workspace."""
 
@@ -171,11 +184,12 @@ class BackwardCall:
     dq_tiles: gl.shared_memory_descriptor
     group: object
     head_rows: object
+    parts: Parts
     layouts: BackwardLayouts
     config: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, rings, exchanges, board, band, scoring, targets, dq_desc, dq_tiles, heads, config):
+    def __init__(self, rings, exchanges, board, band, scoring, targets, dq_desc, dq_tiles, heads, parts, config):
         self.keys, self.values, self.queries, self.douts = rings
         self.dscores, self.weights, self.sloped = exchanges
         self.board = board
@@ -185,5 +199,16 @@ class BackwardCall:
         self.dq_desc = gl.constexpr(None) if dq_desc is None else dq_desc
         self.dq_tiles = dq_tiles
         self.group, self.head_rows = heads if config.grouped else (gl.constexpr(1), gl.constexpr(0))
+        self.parts = parts
         self.layouts = BackwardLayouts(config.rows, config.columns, config.dq_columns)
         self.config = gl.constexpr(config)
+
+    @gluon.jit
+    def members(self, tile):
+        """The first of the heads that share the tile's keys, and the first that is not walked over any more."""
+        first = gl.to_tensor(0)
+        last = gl.to_tensor(self.group)
+        if self.config.parts and self.config.grouped:
+            first = tile.part * self.group // tile.parts
+            last = (tile.part + 1) * self.group // tile.parts
+        return first, last

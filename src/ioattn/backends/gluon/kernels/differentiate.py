@@ -24,6 +24,7 @@ from ioattn.backends.gluon.kernels.names import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from ioattn.backends.gluon.kernels.parts import add_parts_before, is_last_part, leave_for_next
 from ioattn.backends.gluon.kernels.pipeline import Cursor, start
 
 
@@ -84,18 +85,10 @@ def walk(call, post, kv_place, place, turn, GROUP: gl.constexpr):
     drift = tile.alive - 1
     zero = gl.zeros([GROUP_KEYS, DIM], gl.float32, call.layouts.acc)
     sums = Sums(zero, zero, gl.to_tensor(-1), place, turn, kv_place.index)
-    for member in range(call.group):
-        head = tile.head * call.group + member
-        row = tile.row + member * call.head_rows
-        if config.masks:
-            for n in range(queries.edges):
-                sums = step(call, tile, drift, row, queries.edge(n), head, sums, True, GROUP)
-        # A second loop where the walk starts in the middle: one index for both would cost registers.
-        for block in range(queries.start(), queries.whole_end):
-            sums = step(call, tile, drift, row, block, head, sums, False, GROUP)
-        if config.rotate:
-            for block in range(queries.whole, queries.start()):
-                sums = step(call, tile, drift, row, block, head, sums, False, GROUP)
+    if config.stretch > 0:
+        sums = walk_backwards(call, tile, drift, queries, sums, GROUP)
+    else:
+        sums = walk_forwards(call, tile, drift, queries, sums, GROUP)
     if config.sums_dq:
         k_tile = call.keys.tile(start(1).at(sums.kv))
         catch_up(call, k_tile, sums, GROUP)
@@ -103,9 +96,56 @@ def walk(call, post, kv_place, place, turn, GROUP: gl.constexpr):
     call.values.release(kv_place)
     # Read again: what is not held on to need not be in registers all the way.
     tile = call.board.read(post)
-    store_rows(call, tile, sums.dv, call.dv, GROUP)
-    store_rows(call, tile, sums.dk * call.scoring.scale, call.dk, GROUP)
+    dk, dv = add_parts_before(call, tile, sums.dk, sums.dv, GROUP)
+    if is_last_part(call, tile):
+        store_rows(call, tile, dv, call.dv, GROUP)
+        store_rows(call, tile, dk * call.scoring.scale, call.dk, GROUP)
+    else:
+        leave_for_next(call, tile, dk, dv, GROUP)
     return sums.place, sums.turn
+
+
+@gluon.jit
+def walk_forwards(call, tile, drift, queries, sums, GROUP: gl.constexpr):
+    """The steps of a walk head after head, the masked blocks first."""
+    first_member, last_member = call.members(tile)
+    for member in range(first_member, last_member):
+        head = tile.head * call.group + member
+        row = tile.row + member * call.head_rows
+        if call.config.masks:
+            for n in range(queries.edges):
+                sums = step(call, tile, drift, row, queries.edge(n), head, sums, True, GROUP)
+        # A second loop where the walk starts in the middle: one index for both would cost registers.
+        for block in range(queries.start(), queries.whole_end):
+            sums = step(call, tile, drift, row, block, head, sums, False, GROUP)
+        if call.config.rotate:
+            for block in range(queries.whole, queries.start()):
+                sums = step(call, tile, drift, row, block, head, sums, False, GROUP)
+    return sums
+
+
+@gluon.jit
+def walk_backwards(call, tile, drift, queries, sums, GROUP: gl.constexpr):
+    """The steps of a walk from the last queries to the first: stretches of each head by turns, then the masked blocks.
+
+    Programs that share keys' heads are at the same queries then, which are in the L2 cache.
+    """
+    STRETCH: gl.constexpr = call.config.stretch
+    first_member, last_member = call.members(tile)
+    for n in range(queries.stretches(STRETCH)):
+        first, last = queries.stretch(n, STRETCH)
+        for member in range(first_member, last_member):
+            head = tile.head * call.group + member
+            row = tile.row + member * call.head_rows
+            for back in range(last - first):
+                sums = step(call, tile, drift, row, last - 1 - back, head, sums, False, GROUP)
+    if call.config.masks:
+        for member in range(first_member, last_member):
+            head = tile.head * call.group + member
+            row = tile.row + member * call.head_rows
+            for n in range(queries.edges):
+                sums = step(call, tile, drift, row, queries.edge(queries.edges - 1 - n), head, sums, True, GROUP)
+    return sums
 
 
 @gluon.jit

@@ -7,7 +7,7 @@ Query ranges are half-open and counted in blocks of `rows` queries.
 from ioattn.backends.gluon.kernels.names import aggregate, gl, gluon, mbarrier
 from ioattn.backends.gluon.kernels.pipeline import barriers
 
-WORDS = gl.constexpr(8)
+WORDS = gl.constexpr(16)
 
 
 @aggregate
@@ -25,9 +25,12 @@ class KeyTile:
     len_k: gl.tensor
     len_q: gl.tensor
     row: gl.tensor
+    part: gl.tensor
+    parts: gl.tensor
+    slot: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, alive, batch, head, k_start, k_offset, len_k, len_q, row):
+    def __init__(self, alive, batch, head, k_start, k_offset, len_k, len_q, row, part, parts, slot):
         self.alive = alive
         self.batch = batch
         self.head = head
@@ -36,6 +39,9 @@ class KeyTile:
         self.len_k = len_k
         self.len_q = len_q
         self.row = row
+        self.part = part
+        self.parts = parts
+        self.slot = slot
 
 
 @aggregate
@@ -79,6 +85,17 @@ class Queries:
         return block
 
     @gluon.jit
+    def stretches(self, blocks: gl.constexpr):
+        """Into how many stretches of so many blocks the whole ones fall."""
+        return (self.whole_end - self.whole + blocks - 1) // blocks
+
+    @gluon.jit
+    def stretch(self, n, blocks: gl.constexpr):
+        """The first block of the n-th stretch from the end, and the one after its last."""
+        last = self.whole_end - n * blocks
+        return gl.maximum(last - blocks, self.whole), last
+
+    @gluon.jit
     def edge(self, step):
         """The block of a step among the masked ones."""
         return gl.where(step < self.before, self.first + step, self.whole_end + (step - self.before))
@@ -96,6 +113,7 @@ class QueryBand:
     bottom_right: gl.constexpr
     masks: gl.constexpr
     turns: gl.constexpr
+    cut: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(self, band, config):
@@ -105,6 +123,7 @@ class QueryBand:
         self.bottom_right = gl.constexpr(config.bottom_right)
         self.masks = gl.constexpr(config.masks)
         self.turns = gl.constexpr(config.rotate)
+        self.cut = gl.constexpr(config.parts and not config.grouped and not config.masks)
 
     @gluon.jit
     def shift_of(self, tile):
@@ -141,6 +160,10 @@ class QueryBand:
         whole = gl.maximum(whole, first)
         whole_end = gl.maximum(whole_end, whole)
         edges = whole - first + last - whole_end
+        if self.cut:
+            blocks = whole_end - whole
+            whole_end = whole + (tile.part + 1) * blocks // tile.parts
+            whole += tile.part * blocks // tile.parts
         if self.turns:
             # Blocks that work on one head start at different queries, so that they do not add to the same dQ at once.
             turned = (tile.k_start // rows) % gl.maximum(whole_end - whole, 1)
@@ -198,6 +221,9 @@ class KeyBoard:
         words = gl.where(word == 5, tile.len_k, words)
         words = gl.where(word == 6, tile.len_q, words)
         words = gl.where(word == 7, tile.row, words)
+        words = gl.where(word == 8, tile.part, words)
+        words = gl.where(word == 9, tile.parts, words)
+        words = gl.where(word == 10, tile.slot, words)
         mbarrier.wait(self.empty.index(cursor.index), cursor.parity ^ 1)
         self.posts.index(cursor.index).store(words)
         mbarrier.arrive(self.full.index(cursor.index), count=1)
@@ -218,6 +244,9 @@ class KeyBoard:
             _pick(words, word, 5),
             _pick(words, word, 6),
             _pick(words, word, 7),
+            _pick(words, word, 8),
+            _pick(words, word, 9),
+            _pick(words, word, 10),
         )
 
     @gluon.jit
@@ -256,17 +285,23 @@ class KeySchedule:
     section: gl.tensor
     head_rows: gl.tensor
     group: gl.tensor
+    whole: object
+    together: object
+    parts: object
+    is_cut: gl.constexpr
     keys: gl.constexpr
     sequences: gl.constexpr
     has_hi: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, counter, cu_seqlens_q, cu_seqlens_k, sizes, rows, config):
+    def __init__(self, counter, cu_seqlens_q, cu_seqlens_k, sizes, rows, split, config):
         self.counter = counter
         self.cu_seqlens_q = gl.constexpr(None) if cu_seqlens_q is None else cu_seqlens_q
         self.cu_seqlens_k = gl.constexpr(None) if cu_seqlens_k is None else cu_seqlens_k
         self.batch, self.len_q, self.len_k, self.heads, self.section = sizes
         self.head_rows, self.group = rows
+        self.whole, self.together, self.parts = split if config.parts else (gl.constexpr(1),) * 3
+        self.is_cut = gl.constexpr(config.parts)
         self.keys = gl.constexpr(config.keys)
         self.sequences = gl.constexpr(config.sequences)
         self.has_hi = gl.constexpr(config.has_hi)
@@ -300,9 +335,50 @@ class KeySchedule:
         return tiles
 
     @gluon.jit
+    def first(self):
+        """The number of the tile to do first.
+
+        Where tiles wait for those of lower numbers it is drawn, too: programs that do not run yet must have none.
+        """
+        index = gl.program_id(0)
+        if self.is_cut:
+            index = self.next()
+        return index
+
+    @gluon.jit
     def next(self):
         """The number of the tile to do next."""
-        return gl.num_programs(0) + gl.atomic_add(self.counter, 1, sem="relaxed")
+        index = gl.atomic_add(self.counter, 1, sem="relaxed")
+        if not self.is_cut:
+            index += gl.num_programs(0)
+        return index
+
+    @gluon.jit
+    def n_units(self, n_tiles):
+        """Tiles and parts of tiles that are drawn."""
+        units = n_tiles
+        if self.is_cut:
+            units += (n_tiles - self.whole) * (gl.to_tensor(self.parts) - 1)
+        return units
+
+    @gluon.jit
+    def unit(self, index, n_tiles, key_tiles, ends):
+        """What is drawn as number `index`: first whole tiles, then so many tiles at a time, part by part."""
+        zero = gl.to_tensor(0)
+        one = gl.to_tensor(1)
+        if self.is_cut:
+            is_part = index >= self.whole
+            over = gl.where(is_part, index - self.whole, 0)
+            per_turn = gl.to_tensor(self.together) * self.parts
+            first = over // per_turn * self.together
+            rest = over % per_turn
+            width = gl.minimum(self.together, n_tiles - self.whole - first)
+            slot = first + rest % width
+            number = gl.where(is_part, self.whole + slot, index)
+            found = self.tile(number, key_tiles, ends, rest // width, gl.where(is_part, self.parts, one), slot)
+        else:
+            found = self.tile(index, key_tiles, ends, zero, one, zero)
+        return found
 
     @gluon.jit
     def reset(self, index, n_tiles):
@@ -311,7 +387,7 @@ class KeySchedule:
             gl.store(self.counter, 0)
 
     @gluon.jit
-    def tile(self, index, key_tiles, ends):
+    def tile(self, index, key_tiles, ends, part, parts, slot):
         """The index-th tile, and where its sequence's queries start."""
         all_heads = self.heads
         if self.sequences == 0:
@@ -341,10 +417,12 @@ class KeySchedule:
             len_k = gl.where(is_slack, self.len_k, gl.load(self.cu_seqlens_k + after)) - k_offset
             row += padded_start(q_offset, sequence)
             zero = gl.to_tensor(0)
-            tile = KeyTile(alive, zero, head, key_tile * self.keys, k_offset, len_k, len_q, row)
+            tile = KeyTile(alive, zero, head, key_tile * self.keys, k_offset, len_k, len_q, row, part, parts, slot)
         else:
             batch = head // self.heads
-            tile = KeyTile(alive, batch, head % self.heads, key_tile * self.keys, q_offset, self.len_k, self.len_q, row)
+            k_start = key_tile * self.keys
+            head = head % self.heads
+            tile = KeyTile(alive, batch, head, k_start, q_offset, self.len_k, self.len_q, row, part, parts, slot)
         return tile, q_offset
 
 
@@ -367,4 +445,4 @@ def _add(a, b):
 def no_key_tile():
     """What is posted when the work is done."""
     zero = gl.to_tensor(0)
-    return KeyTile(zero, zero, zero, zero, zero, zero, zero, zero)
+    return KeyTile(zero, zero, zero, zero, zero, zero, zero, zero, zero, zero, zero)

@@ -36,6 +36,7 @@ def seen_as(buffer, dtype, shape, layout, _semantic=None):
     return _semantic.memdesc_reinterpret(buffer, _unwrap_if_constexpr(dtype), sizes, _unwrap_if_constexpr(layout))
 
 
+thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 add_tile = tma.async_atomic_add if hasattr(tma, "async_atomic_add") else _reduce_tile
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "mbarrier",
     "seen_as",
     "store_tile",
+    "thread_barrier",
     "tma",
     "warpgroup_mma",
     "warpgroup_mma_wait",
