@@ -238,13 +238,16 @@ def test_softcap_saturates(backend: Target, dtype: torch.dtype, softcap: float) 
     check(backend, stretched(dense(backend, SHAPE, dtype, softcap=softcap, causal=True), 4 * softcap**0.5))
 
 
-@pytest.mark.parametrize("softcap", [5.0, 30.0, 50.0])
+@pytest.mark.parametrize("softcap", [12.0, 30.0, 50.0])
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("size", [1e-16, 1e16])
 def test_values_of_any_size_where_every_score_is_at_the_cap(
     backend: Target, size: float, sign: int, softcap: float
 ) -> None:
-    """Weights may be exp(score), without the maximum of a row taken off."""
+    """Weights may be exp(score), without the maximum of a row taken off.
+
+    The LSE is log(257) above one end of the range: at -5 its terms would nearly cancel, and no tolerance would fit.
+    """
     case = dense(backend, Shape(heads=1, n_q=9, n_k=257), torch.bfloat16, softcap=softcap)
     k = 64 * case.tensors["k"].abs()
     case = case.replace(q=sign * case.tensors["q"].abs(), k=k, v=size * case.tensors["v"])

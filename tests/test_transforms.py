@@ -77,6 +77,7 @@ def test_slopes_get_no_silent_zeros_under_vmap(backend: Target) -> None:
         each = vmap(lambda s: ioattn.attention(q, k, v, alibi_slopes=s, backend=backend.name))
         return each(slopes).sum()
 
+    total(slopes)  # does not concern backends that do not take float32
     with pytest.raises(ValueError, match="alibi_slopes requires a gradient"):
         grad(total)(slopes)
 
