@@ -86,7 +86,14 @@ def _folded(terms: tuple[Any, ...]) -> Formula:
 @functools.lru_cache(maxsize=256)
 def compile_backward(config: BackwardConfig, dtype: torch.dtype, steps: tuple[Any, Any], slopes: str | None) -> Any:
     """The compiled kernel; needs no GPU. `slopes` is a dtype's name, or None where there are none."""
-    name = DTYPES[dtype]
+    signature = _signature(config, DTYPES[dtype], slopes)
+    given = {"config": config, "step": steps[0], "dstep": steps[1]}
+    aligned = {(list(signature).index("part_sums"),): [["tt.divisibility", 16]]} if config.parts else {}
+    return _build(GluonASTSource, kernels.backward, signature, given, aligned)
+
+
+def _signature(config: BackwardConfig, name: str, slopes: str | None) -> dict[str, Any]:
+    """The types of the kernel's arguments, for q of the type `name`."""
     element = {"fp16": gl.float16, "bf16": gl.bfloat16}[name]
 
     def tile(rows: int, dim: int) -> str:
@@ -99,7 +106,7 @@ def compile_backward(config: BackwardConfig, dtype: torch.dtype, steps: tuple[An
     dq_tile = f"tensordesc<fp32[{config.rows * config.dq_columns // FLAT},{FLAT}],{dq_layout!r}>"
     pointer, strides = (f"*{name}", ("i64", "i64", "i32")) if config.sequences else ("constexpr",) * 2
     offsets = "*i32" if config.sequences else "constexpr"
-    signature = {
+    return {
         "q_desc": tile(config.rows, config.dim),
         "k_desc": tile(config.keys, config.dim),
         "v_desc": tile(config.keys, config.dim),
@@ -125,9 +132,6 @@ def compile_backward(config: BackwardConfig, dtype: torch.dtype, steps: tuple[An
         "step": "constexpr",
         "dstep": "constexpr",
     }
-    given = {"config": config, "step": steps[0], "dstep": steps[1]}
-    aligned = {(list(signature).index("part_sums"),): [["tt.divisibility", 16]]} if config.parts else {}
-    return _build(GluonASTSource, kernels.backward, signature, given, aligned)
 
 
 def _parts(config: BackwardConfig) -> dict[str, Any]:

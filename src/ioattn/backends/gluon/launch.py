@@ -108,7 +108,15 @@ def _compile_forward(
     sinks: str | None,
     way: AbstractContextManager[None],
 ) -> Any:
-    name = DTYPES[dtype]
+    signature = _signature(config, DTYPES[dtype], slopes, sinks)
+    given = {"config": config, "formula": formula}
+    constants = {(i,): given.get(k) for i, (k, kind) in enumerate(signature.items()) if kind == "constexpr"}
+    source = GluonASTSource(kernels.forward, signature, constants, {})
+    return compiled(source, registers=config.start_registers, way=way)
+
+
+def _signature(config: Config, name: str, slopes: str | None, sinks: str | None) -> dict[str, Any]:
+    """The types of the kernel's arguments, for q of the type `name`."""
     element = {"fp16": gl.float16, "bf16": gl.bfloat16}[name]
 
     def tile(rows: int, dim: int) -> str:
@@ -116,7 +124,7 @@ def _compile_forward(
         return f"tensordesc<{name}[1,1,{rows},{dim}],{layout!r}>"
 
     offsets = "*i32" if config.sequences else "constexpr"
-    signature = {
+    return {
         "q_desc": tile(table.GROUP_ROWS, config.dim),
         "k_desc": tile(config.keys, config.dim),
         "v_desc": tile(config.keys, config.dim_v),
@@ -141,10 +149,6 @@ def _compile_forward(
         "config": "constexpr",
         "formula": "constexpr",
     }
-    given = {"config": config, "formula": formula}
-    constants = {(i,): given.get(k) for i, (k, kind) in enumerate(signature.items()) if kind == "constexpr"}
-    source = GluonASTSource(kernels.forward, signature, constants, {})
-    return compiled(source, registers=config.start_registers, way=way)
 
 
 def compiled(
