@@ -17,7 +17,11 @@ PROCESSORS = 132
 """Multiprocessors of an H100 or H200: with another number the last tiles are cut less well."""
 
 MOST_PARTS = 8
+"""Into so many a walk is cut at the most."""
+
 PART_COST = 300
+"""What the start and end of a part cost, in queries of its walk: a guess that fits 3 and 4 parts at N 8192, 16384."""
+
 SHORT, LONG = 1024, 4096
 """Queries up to which walks go forwards, and from which on some are cut."""
 
