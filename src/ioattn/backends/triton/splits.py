@@ -63,7 +63,7 @@ MAX_PIECES = 256
 """The most pieces that the heuristic takes."""
 
 LARGE = CacheTiles(16, 128, 8, 3, beside=1)
-"""Where there is a head for every processor, on GPUs before Hopper: not timed there."""
+"""Where there is a head for every processor, on GPUs before Hopper: not timed there. `SEVERAL` is made of it."""
 
 SEVERAL = LARGE._replace(turned=True, edge_stages=3)
 """8 tokens at B16 N8192: 4.10 TB/s, 1.05 of one token's time; of the tiles at edges one stage less 4.05. In a run with
