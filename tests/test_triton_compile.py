@@ -81,6 +81,7 @@ def kernels(
     dim: int,
     options: Options = Options(),  # noqa: B008
     dim_v: int | None = None,
+    lse_gradient: bool = False,
     **extras: Any,
 ) -> Iterator[Kernel]:
     """Every kernel of the forward and the backward of one problem, on tensors without memory."""
@@ -100,7 +101,7 @@ def kernels(
     room = halves.room_for(problem, halves.wanted((*forward, *steps)), tensors, out)
     given = launch.forward_arguments(problem, tensors, out, lse, room._replace(dout=None))
     totals = lse if problem.sinks or dbias is not None else None
-    others = (out, lse, out, None, totals, None, *launch.rows_for(problem, lse))
+    others = (out, lse, out, lse if lse_gradient else None, totals, None, *launch.rows_for(problem, lse))
     given += launch.backward_arguments(problem, tensors, grads, others, room, steps)
     for name, group, arguments in zip((*forward._fields, *steps._fields), (*forward, *steps), given, strict=True):
         for prepared in group:
@@ -363,6 +364,13 @@ FEATURES: dict[str, tuple[torch.dtype, Options, dict[str, torch.Tensor]]] = {
     "repeated bias and sinks": (FP32, Options(), {"bias": empty(1, 8, 1, 2048), "sinks": empty(8)}),
     "mask": (torch.float16, Options(), {"mask": empty(2, 1, 2048, 2048, dtype=torch.bool)}),
     "packed": (BF16, Options(hi=0, max_seqlen_q=900, max_seqlen_k=900), PACKED),
+    "gradient of the LSE": (BF16, Options(), {"lse_gradient": True}),
+    "gradient of the LSE, float32": (FP32, Options(hi=0), {"lse_gradient": True}),
+    "gradient of the LSE, packed": (
+        torch.float16,
+        Options(max_seqlen_q=900, max_seqlen_k=900),
+        {**PACKED, "lse_gradient": True},
+    ),
 }
 
 

@@ -87,11 +87,15 @@ class Upstream(NamedTuple):
     dout: Matrix
     lse: Rows
     delta: Rows
-    factor: Rows | None
-    """Where `Form.SPLIT`: exp(-LSE) is this times exp(-lse). `delta_kernel` makes both, dQ's a better factor."""
     out: Matrix | None = None
     """Where dQ's kernel makes delta, in 16 bits: what it is made of besides dout."""
     dlse: Rows | None = None
+    factor: Scalar = None
+    """Where `Form.SPLIT`: exp(-LSE) is this times exp(-lse). `delta_kernel` makes both, dQ's a better factor.
+
+    No `Rows`, and last: Triton 3.6 forgets what is 1 or None in a tuple of a tuple where nothing behind it in the outer
+    one is (it does not tell the outer type); `tiles.factor_rows` says how it lies.
+    """
 
 
 class Repeats(NamedTuple):

@@ -279,9 +279,9 @@ def backward_arguments(
     lse_rows, delta_rows = Rows.of(lse, packed), Rows.of(delta, packed)
     dq, dk, dv = (Matrix.of(x, packed) for x in grads[:3])
     dbias = Matrix.maybe(grads.dbias)
-    upstream = Upstream(dout_matrix, lse_rows, delta_rows, None)
+    upstream = Upstream(dout_matrix, lse_rows, delta_rows)
     if rest is not None:
-        upstream = Upstream(dout_matrix, Rows.of(rest, packed), delta_rows, Rows.of(factor, packed))
+        upstream = Upstream(dout_matrix, Rows.of(rest, packed), delta_rows, factor=factor)
     dlse_rows = None if dlse is None else Rows.of(dlse, packed)
     own_bias = dbias if _repeats_nothing(problem) else None
     totals_rows = None if totals is None else Rows.of(totals, packed)

@@ -40,6 +40,7 @@ from ioattn.backends.triton.kernels.tiles import (
     clear_slack,
     decoded,
     device,
+    factor_rows,
     keep,
     keep_where_cut,
     load_keys,
@@ -84,7 +85,7 @@ def delta_kernel(out, dlse, lse, upstream, numbers, form: tl.constexpr):
     tl.store(row_at(upstream.delta, batch, head, row), total, mask=exists)
     rest, factor = split_lse(tl.load(row_at(lse, batch, head, row), mask=exists, other=0.0))
     tl.store(row_at(upstream.lse, batch, head, row), rest, mask=exists)
-    tl.store(row_at(upstream.factor, batch, head, row), factor, mask=exists)
+    tl.store(row_at(factor_rows(upstream), batch, head, row), factor, mask=exists)
 
 
 @device
@@ -285,7 +286,7 @@ def store_queries(dq_tile, total, sums, queries, upstream, dq, totals, task, for
     dq_factor = task.numbers.scale * task.scales.k
     if form.SPLIT:
         correction = correction_of(sums, queries, task)
-        store_rows(queries.factor * correction, upstream.factor, queries.start, task, form)
+        store_rows(queries.factor * correction, factor_rows(upstream), queries.start, task, form)
         dq_factor = (dq_factor * correction)[:, None]
         total *= correction
     first = row_at(dq, seq.batch, task.head, seq.start_q)

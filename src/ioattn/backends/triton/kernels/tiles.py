@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ioattn.backends.triton.arguments import Numbers
+from ioattn.backends.triton.arguments import Numbers, Rows
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
@@ -281,8 +281,15 @@ def load_queries(task, upstream, start, form: tl.constexpr, KIND: tl.constexpr):
         delta = delta_of(dout, upstream, task, start, form)
     factor = 1.0
     if form.SPLIT:
-        factor = load_rows(upstream.factor, task, start, KIND, form.Q.ROWS)
+        factor = load_rows(factor_rows(upstream), task, start, KIND, form.Q.ROWS)
     return Queries(start, q, dout, lse, delta, factor)
+
+
+@device
+def factor_rows(upstream):
+    """The factors of exp(-lse), which lie as the LSE does."""
+    lse = upstream.lse
+    return Rows(upstream.factor, lse.batch, lse.head, lse.row)
 
 
 @device
