@@ -357,7 +357,9 @@ PACKED = {"cu_seqlens_q": empty(9, dtype=torch.int32), "cu_seqlens_k": empty(9, 
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
-FEATURES: dict[str, tuple[torch.dtype, Options, dict[str, torch.Tensor]]] = {
+SCORED = {"alibi_slopes": empty(8), "sinks": empty(8), "lse_gradient": True}
+
+FEATURES: dict[str, tuple[torch.dtype, Options, dict[str, Any]]] = {
     "window": (BF16, Options(lo=-100, hi=20), {}),
     "softcap and ALiBi": (FP32, Options(hi=0, softcap=20.0), {"alibi_slopes": empty(8)}),
     "bias": (BF16, Options(), {"bias": empty(2, 8, 2048, 2048)}),
@@ -370,6 +372,21 @@ FEATURES: dict[str, tuple[torch.dtype, Options, dict[str, torch.Tensor]]] = {
         torch.float16,
         Options(max_seqlen_q=900, max_seqlen_k=900),
         {**PACKED, "lse_gradient": True},
+    ),
+    "all at once": (
+        BF16,
+        Options(lo=-100, hi=20, softcap=50.0),
+        {**SCORED, "bias": empty(2, 8, 2048, 2048), "mask": empty(2, 1, 1, 2048, dtype=torch.bool)},
+    ),
+    "all at once, float32": (
+        FP32,
+        Options(lo=-100, hi=20, softcap=50.0),
+        {**SCORED, "bias": empty(2, 8, 2048, 2048), "mask": empty(2, 1, 1, 2048, dtype=torch.bool)},
+    ),
+    "all at once, packed": (
+        torch.float16,
+        Options(lo=-100, hi=20, softcap=50.0, max_seqlen_q=900, max_seqlen_k=900),
+        {**SCORED, **PACKED},
     ),
 }
 
