@@ -53,6 +53,10 @@ def multiplying_loops(code: Machine) -> list[tuple[str, ...]]:
     return [body for body in code.loops() if any("HGMMA" in line for line in body)]
 
 
+def products_in(body: tuple[str, ...]) -> int:
+    return sum("HGMMA" in line for line in body)
+
+
 def stores_spilled(body: tuple[str, ...]) -> list[str]:
     return [line for line in body if re.search(r"\bSTL\b", line)]
 
@@ -75,8 +79,7 @@ def test_machine_code(dim: int, feature: str, extra: dict[str, Any], tmp_path: P
     loops = multiplying_loops(code)
     assert len(loops) >= 2
     for body in loops:
-        products = sum("HGMMA" in line for line in body)
-        assert products == products_of(config)
+        assert products_in(body) == products_of(config)
         assert sum("WARPGROUP.DEPBAR" in line for line in body) <= 5, "the products are not asynchronous"
     assert not any("HMMA." in line.replace("HGMMA", "") for line in code.lines)
     assert not unwritten_reads(code.lines)
@@ -92,6 +95,22 @@ def test_the_loops_over_whole_blocks_spill_nothing(dim: int, feature: str, tmp_p
     assert whole
     for body in whole:
         assert not stores_spilled(body)
+
+
+@pytest.mark.parametrize("feature", ["causal", "window", "left", "packed-window-alibi-sinks", "softcap-alibi"])
+def test_groups_let_pass_what_only_the_other_one_sees(feature: str, tmp_path: Path) -> None:
+    """Before and after its own blocks a group makes dQ alone."""
+    config, kernel = common_kernel(problem(128, 128, **FEATURES[feature], heads=4, kv_heads=4))
+    assert config.skips
+    assert not table.choose(problem(128, 128, **FEATURES[feature], **DETERMINISTIC, heads=4, kv_heads=4)).skips
+    loops = multiplying_loops(disassembled(kernel, tmp_path))
+    passing = [body for body in loops if products_in(body) != products_of(config)]
+    # Nothing comes before the blocks that a group sees where no key is hidden from the first queries.
+    assert [products_in(body) for body in passing] == [config.keys // 16] * (4 if config.has_hi else 2)
+    for body in loops:
+        assert any("MUFU.EX2" in line for line in body) == (body not in passing)
+        if feature in ("causal", "window", "left") and not has_mask(body):
+            assert not stores_spilled(body)
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -125,7 +144,11 @@ def test_the_passes_around_compile_and_copy_by_16_bytes(dim: int, feature: str) 
         assert len(compile_repair(config, wanted.dtype, wanted.terms, per_head(wanted))) == 2
 
 
-@pytest.mark.parametrize("features", [{"heads": 16, "kv_heads": 16}, {"band": CAUSAL}], ids=["full", "grouped-causal"])
+@pytest.mark.parametrize(
+    "features",
+    [{"heads": 16, "kv_heads": 16}, {"heads": 64, "kv_heads": 8}, {"band": CAUSAL}],
+    ids=["full", "grouped-full", "grouped-causal"],
+)
 def test_parts_of_walks_pass_sums_on_by_vectors(features: dict[str, Any], tmp_path: Path) -> None:
     config, kernel = common_kernel(problem(128, 128, **({"len_q": 8192, "len_k": 8192} | features)))
     assert config.parts
@@ -135,18 +158,18 @@ def test_parts_of_walks_pass_sums_on_by_vectors(features: dict[str, Any], tmp_pa
         assert not stores_spilled(body)
 
 
-@pytest.mark.parametrize("grouped", [False, True], ids=["alone", "grouped"])
+@pytest.mark.parametrize("heads", [16, 64, None], ids=["alone", "grouped", "grouped-causal"])
 @pytest.mark.parametrize("length", [1024, 4096, 8192, 16384])
 @pytest.mark.parametrize("batch", [1, 2, 7])
-def test_cut_walks_are_those_that_fill_no_round(batch: int, length: int, grouped: bool) -> None:
-    band = {"band": CAUSAL} if grouped else {"heads": 16, "kv_heads": 16}
-    wanted = problem(128, 128, batch=batch, len_q=length, len_k=length, **band)
+def test_cut_walks_are_those_that_fill_no_round(batch: int, length: int, heads: int | None) -> None:
+    features = {"heads": heads, "kv_heads": 16} if heads else {"band": CAUSAL}
+    wanted = problem(128, 128, batch=batch, len_q=length, len_k=length, **features)
     whole, together, parts = table.split(wanted)
     tiles = table.key_tiles(wanted)
     assert 0 <= whole <= tiles
     assert together >= 1
     assert 1 <= parts <= table.MOST_PARTS
-    if parts > 1 and not grouped:
+    if parts > 1 and heads:
         rounds = -(-((tiles - whole) * parts) // table.PROCESSORS)
         assert tiles - whole < table.PROCESSORS
         assert rounds < parts, "a round of parts takes as long as one of whole tiles"

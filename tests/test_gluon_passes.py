@@ -118,12 +118,12 @@ class Run:
         given = [torch.randn(s).half() for s in shapes]
         return Tensors.of(*given, alibi_slopes=slopes, cu_seqlens_q=offsets[0], cu_seqlens_k=offsets[1])
 
-    def prepare(self) -> None:
+    def prepare(self, sinks: Tensor | None = None, terms: Tensor | None = None) -> None:
         lse_strides = (0, self.lse.stride(0)) if self.problem.packed else self.lse.stride()[:2]
         q = self.tensors.q
         around.prepare[(self.total // 64,)](
             *(self.out, strides_of(self.out), self.dout, strides_of(self.dout), self.lse, lse_strides),
-            *(None, (0, 0, 0), self.lse_rows, self.delta_rows, self.dq_rows, None, None, None),
+            *(None, (0, 0, 0), self.lse_rows, self.delta_rows, self.dq_rows, None, sinks, terms),
             *(self.flag, q, strides_of(q), self.tensors.cu_seqlens_q),
             *((*self.sizes, self.problem.dim_v, self.problem.dim), 64, DIM, self.sequences),
         )
@@ -157,6 +157,29 @@ def test_the_flag_is_raised_for_what_may_leak(run: Run) -> None:
     run.prepare()
     assert run.flag.item() == (run.case.poison is not None)
     assert not run.dq_rows.any()
+
+
+def test_terms_of_sinks_lie_where_their_heads_do(run: Run) -> None:
+    sinks = torch.randn(run.problem.heads)
+    terms = torch.full((run.total // 64,), torch.nan)
+    run.prepare(sinks, terms)
+    delta = run.delta_rows.view(run.entries, run.problem.heads, -1)
+    weights = torch.exp2(sinks[:, None] * LOG2E - run.lse_rows.view_as(delta))
+    expected = torch.where(weights == 0, 0, -weights * delta).sum(-1)
+    torch.testing.assert_close(terms.view(run.entries, run.problem.heads, -1).sum(-1), expected, equal_nan=True)
+
+
+def hidden_values(tensors: Tensors, dout: Tensor) -> None:
+    tensors.v[0, 1, 60, 3] = torch.nan
+    tensors.v[0, 0, 68] = torch.inf
+
+
+def test_hidden_values_are_repaired() -> None:
+    """A hidden NaN of V reaches dS = 0 * (dP - delta), and dQ: its conversion raises the flag."""
+    run = Run(Case(len_k=(70,), causal=True, poison=hidden_values))
+    assert run.truth.dq[0, 1, :60].isfinite().all()
+    assert run.truth.dq[0, 1, 60:].isnan().all()
+    test_repaired_gradients_are_the_specifications(run)
 
 
 def test_repaired_gradients_are_the_specifications(run: Run) -> None:

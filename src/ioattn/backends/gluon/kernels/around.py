@@ -13,8 +13,11 @@ PAD = tl.constexpr(128)
 
 @triton.jit
 def place(heads, head_rows, ROWS: tl.constexpr):
-    """Batch entry, head and first row of the workspace of this program."""
-    program = tl.program_id(0)
+    """Batch entry, head and first row of the workspace of this program.
+
+    From the last to the first: what is left in L2 is what the kernel begins with, or has ended with.
+    """
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
     tiles = head_rows // ROWS
     at = program // tiles
     return (at // heads).to(tl.int64), (at % heads).to(tl.int64), program % tiles * ROWS
@@ -129,7 +132,7 @@ def prepare(
         sink = tl.load(sinks + head).to(tl.float32)
         weights = tl.where(is_empty, 0.0, tl.exp2((sink - row_lse) * LOG2E))
         terms = tl.where(weights == 0.0, 0.0, weights * delta)
-        tl.store(sink_terms + tl.program_id(0), -tl.sum(terms, 0))
+        tl.store(sink_terms + (entry * heads + head) * (head_rows // ROWS) + row // ROWS, -tl.sum(terms, 0))
 
 
 @triton.jit

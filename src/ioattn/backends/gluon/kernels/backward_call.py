@@ -208,7 +208,7 @@ class BackwardCall:
         """The first of the heads that share the tile's keys, and the first that is not walked over any more."""
         first = gl.to_tensor(0)
         last = gl.to_tensor(self.group)
-        if self.config.parts and self.config.grouped:
+        if self.config.parts and self.config.grouped and self.config.masks:
             first = tile.part * self.group // tile.parts
             last = (tile.part + 1) * self.group // tile.parts
         return first, last

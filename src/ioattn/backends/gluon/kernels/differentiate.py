@@ -26,6 +26,7 @@ from ioattn.backends.gluon.kernels.names import (
 )
 from ioattn.backends.gluon.kernels.parts import add_parts_before, is_last_part, leave_for_next
 from ioattn.backends.gluon.kernels.pipeline import Cursor, start
+from ioattn.backends.gluon.kernels.seen import seen_by
 
 
 @aggregate
@@ -87,13 +88,18 @@ def walk(call, post, kv_place, place, turn, GROUP: gl.constexpr):
     sums = Sums(zero, zero, gl.to_tensor(-1), place, turn, kv_place.index)
     if config.stretch > 0:
         sums = walk_backwards(call, tile, drift, queries, sums, GROUP)
+    elif config.skips:
+        sums = walk_seen(call, tile, drift, queries, sums, GROUP)
     else:
         sums = walk_forwards(call, tile, drift, queries, sums, GROUP)
+    if config.lean:
+        call.values.release(kv_place)
     if config.sums_dq:
         k_tile = call.keys.tile(start(1).at(sums.kv))
         catch_up(call, k_tile, sums, GROUP)
     call.keys.release(kv_place)
-    call.values.release(kv_place)
+    if not config.lean:
+        call.values.release(kv_place)
     # Read again: what is not held on to need not be in registers all the way.
     tile = call.board.read(post)
     dk, dv = add_parts_before(call, tile, sums.dk, sums.dv, GROUP)
@@ -122,6 +128,40 @@ def walk_forwards(call, tile, drift, queries, sums, GROUP: gl.constexpr):
             for block in range(queries.whole, queries.start()):
                 sums = step(call, tile, drift, row, block, head, sums, False, GROUP)
     return sums
+
+
+@gluon.jit
+def walk_seen(call, tile, drift, queries, sums, GROUP: gl.constexpr):
+    """The steps of a walk in the order of queries, where the group lets pass what only the other one sees."""
+    seen = seen_by(call.band, tile, queries, call.config.rows, GROUP)
+    for block in range(seen.first, seen.start):
+        sums = let_pass(call, tile.row, block, sums, GROUP)
+    for block in range(seen.start, seen.whole):
+        sums = step(call, tile, drift, tile.row, block, tile.head, sums, True, GROUP)
+    for block in range(seen.whole, seen.whole_end):
+        sums = step(call, tile, drift, tile.row, block, tile.head, sums, False, GROUP)
+    if call.config.has_lo:
+        for block in range(seen.whole_end, seen.end):
+            sums = step(call, tile, drift, tile.row, block, tile.head, sums, True, GROUP)
+    for block in range(seen.end, seen.last):
+        sums = let_pass(call, tile.row, block, sums, GROUP)
+    return sums
+
+
+@gluon.jit
+def let_pass(call, row, block, sums, GROUP: gl.constexpr):
+    """A block of which the group sees nothing: its dS is zero, and dQ of the step before is all that is to be made."""
+    ROWS: gl.constexpr = call.config.rows
+    place = sums.place
+    call.queries.get(place)
+    call.douts.get(place)
+    k_tile = call.keys.tile(start(1).at(sums.kv))
+    zero = gl.zeros([GROUP_KEYS, ROWS], k_tile.dtype, call.layouts.scores)
+    call.queries.until_released(place.previous())
+    call.dscores.put(sums.turn, GROUP * GROUP_KEYS, zero)
+    catch_up(call, k_tile, sums, GROUP)
+    call.queries.release(place)
+    return Sums(sums.dk, sums.dv, row + block * ROWS, place.next(), sums.turn.next(), sums.kv)
 
 
 @gluon.jit
@@ -176,7 +216,7 @@ def step(call, tile, drift, row, block, head, sums, MASKED: gl.constexpr, GROUP:
         weights = gl.where(sees(call, tile, block, gl.int32, GROUP), weights, 0.0)
     dweights, delta = wait_and_read(call.douts, place, dweights, 0, ROWS, layouts.col)
     dscores = weights * (dweights - delta[None, :])
-    if MASKED:
+    if MASKED and not config.lean:  # else 0 times what is hidden: a NaN of V shows in dQ, and is repaired
         # Compared anew, and as another type: held on to, so many predicates are packed and unpacked, 300 instructions.
         dscores = gl.where(sees(call, tile, block, gl.float32, GROUP), dscores, 0.0)
     dscores = call.scoring.unshape(dscores, raw, tile, rows, keys, head).to(dtype)

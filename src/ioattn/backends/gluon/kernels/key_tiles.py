@@ -96,6 +96,11 @@ class Queries:
         return gl.maximum(last - blocks, self.whole), last
 
     @gluon.jit
+    def count(self):
+        """How many blocks the walk has."""
+        return self.edges + self.whole_end - self.whole
+
+    @gluon.jit
     def edge(self, step):
         """The block of a step among the masked ones."""
         return gl.where(step < self.before, self.first + step, self.whole_end + (step - self.before))
@@ -123,7 +128,7 @@ class QueryBand:
         self.bottom_right = gl.constexpr(config.bottom_right)
         self.masks = gl.constexpr(config.masks)
         self.turns = gl.constexpr(config.rotate)
-        self.cut = gl.constexpr(config.parts and not config.grouped and not config.masks)
+        self.cut = gl.constexpr(config.parts and not config.masks)
 
     @gluon.jit
     def shift_of(self, tile):

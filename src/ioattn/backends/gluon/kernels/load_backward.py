@@ -20,15 +20,41 @@ def load_backward(call, schedule, k_desc, v_desc, q_desc, dout_desc, lse_desc, d
     while index < n_units:
         tile, q_offset = schedule.unit(index, n_tiles, key_tiles, ends)
         call.board.post(post, tile)
-        coord = [tile.batch, tile.head, tile.k_offset + tile.k_start, 0]
-        call.keys.fill(kv_place, k_desc, coord)
-        call.values.fill(kv_place, v_desc, coord)
-        place = load_queries(call, tile, q_offset, place, descs)
+        if call.config.skips:
+            place = load_seen(call, tile, q_offset, place, kv_place, k_desc, v_desc, descs)
+        else:
+            load_keys(call, tile, kv_place, k_desc, v_desc)
+            place = load_queries(call, tile, q_offset, place, descs)
         index = schedule.next()
         post = post.next()
         kv_place = kv_place.again()
     schedule.reset(index, n_units)
     call.board.post(post, no_key_tile())
+
+
+@gluon.jit
+def load_keys(call, tile, kv_place, k_desc, v_desc):
+    """Load K and V, first what is let go first."""
+    coord = [tile.batch, tile.head, tile.k_offset + tile.k_start, 0]
+    if call.config.lean:
+        call.values.fill(kv_place, v_desc, coord)
+        call.keys.fill(kv_place, k_desc, coord)
+    else:
+        call.keys.fill(kv_place, k_desc, coord)
+        call.values.fill(kv_place, v_desc, coord)
+
+
+@gluon.jit
+def load_seen(call, tile, q_offset, place, kv_place, k_desc, v_desc, descs):
+    """Load a tile in the order of `walk_seen`, its first block before its keys: those of the tile before are in use."""
+    queries = call.band.queries(tile, call.config.keys, call.config.rows)
+    early = gl.minimum(queries.count(), 1)
+    for n in range(early):
+        place = load_block(call, tile, q_offset, place, descs, 0, queries.first + n)
+    load_keys(call, tile, kv_place, k_desc, v_desc)
+    for n in range(early, queries.count()):
+        place = load_block(call, tile, q_offset, place, descs, 0, queries.first + n)
+    return place
 
 
 @gluon.jit

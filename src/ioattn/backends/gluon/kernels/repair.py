@@ -1,7 +1,7 @@
 """A second look at gradients that are not finite, where the band or the end of a sequence hides something.
 
-A hidden weight is 0, but 0 * NaN is NaN: NaN or inf in a row of K, Q or dO that is hidden reaches a gradient through a
-tile that holds it. The kernels raise a flag when that may have happened; then, and only then, these compute each tile
+A hidden weight is 0, but 0 * NaN is NaN: NaN or inf in a hidden row of K, V, Q or dO reaches a gradient through a tile
+that holds it. The kernels raise a flag when that may have happened; then, and only then, these compute each tile
 that is not finite again: products of what is finite, and what the visible rest makes of the sum. In Triton's own
 language, as speed does not matter here.
 """
