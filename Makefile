@@ -7,7 +7,7 @@ run := .venv/bin
 OLDEST_TRITON := 3.6.0
 NEWEST_TRITON := 3.9.0
 compiled := tests/test_triton_compile.py tests/test_gluon_compile.py tests/test_gluon_backward_compile.py \
-    tests/test_decode_compile.py
+    tests/test_decode_compile.py tests/test_triton_shortcuts.py
 interpreted := triton-cpu or test_triton_halves or test_gluon_passes or test_interpreter
 
 .PHONY: demo test test-compiled test-compiled-oldest test-compiled-newest test-interpreted check clean

@@ -54,6 +54,37 @@ def test_scores_far_from_zero_are_only_shifted(backend: Target, level: float) ->
     check(backend, case.replace(bias=bias))
 
 
+@pytest.mark.parametrize("level", [-3.38e38, -1e9, -(2.0**27), -1e4, 2.0**27, 2.0**29, 1e9, 1e30])
+@pytest.mark.parametrize("rows", ["all", "some", "a third of the keys"])
+def test_biases_far_from_zero_beside_others(backend: Target, rows: str, level: float) -> None:
+    """As -1e9 and the most negative number are in place of a mask: where all of a row is far, its bias cancels."""
+    case = dense(backend, Shape(heads=1, n_q=9, n_k=144, dim=64), torch.bfloat16, bias=(1, 1, 9, 144))
+    bias = case.tensors["bias"].clone()
+    places = {
+        "all": (...,),
+        "some": (..., slice(2, 5), slice(None)),
+        "a third of the keys": (..., slice(None, None, 3)),
+    }
+    bias[places[rows]] = level
+    check(backend, case.replace(bias=bias), gradients=False)
+
+
+@pytest.mark.parametrize("level", [0.0, 300.0])
+def test_the_lse_of_many_keys_with_a_bias(backend: Target, level: float) -> None:
+    """What a step adds to the error of a row's unit would add up."""
+    case = dense(backend, Shape(heads=1, n_q=9, n_k=4096, dim=64), torch.bfloat16, bias=(1, 1, 9, 4096))
+    check(backend, case.replace(bias=case.tensors["bias"] + level), gradients=False)
+
+
+@pytest.mark.parametrize("softcap", [20.0, 100.0])
+def test_infinite_queries_with_softcap_do_not_meet_keys_that_do_not_exist(backend: Target, softcap: float) -> None:
+    """Which are 0 in the last tile, and their scores NaN."""
+    case = dense(backend, Shape(heads=1, n_q=9, n_k=70), torch.bfloat16, softcap=softcap)
+    q = case.tensors["q"].clone()
+    q[..., 5, 3] = math.inf
+    check(backend, case.replace(q=q), gradients=False)
+
+
 @pytest.mark.parametrize("scale", [0.0, -0.5, -3.0, 1e-20, 20.0])
 def test_scales(backend: Target, scale: float) -> None:
     check(backend, dense(backend, SHAPE, scale=scale, causal=True, sinks=True))
@@ -252,6 +283,31 @@ def test_values_of_any_size_where_every_score_is_at_the_cap(
     k = 64 * case.tensors["k"].abs()
     case = case.replace(q=sign * case.tensors["q"].abs(), k=k, v=size * case.tensors["v"])
     check(backend, Case(case.tensors, case.dout, None, case.options), gradients=False)
+
+
+@pytest.mark.parametrize("softcap", [9.0, 20.0, 100.0])
+@pytest.mark.parametrize("later", [1.0, -1.0])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_softcap_where_first_keys_say_nothing_of_the_rest(
+    backend: Target, dtype: torch.dtype, later: float, softcap: float
+) -> None:
+    """The unit of sums may follow from the first keys: scores of later ones are 2 softcap above or below theirs."""
+    case = dense(backend, Shape(heads=1, n_q=9, n_k=257), dtype, softcap=softcap)
+    sign = torch.where(torch.arange(257, device=backend.device) < 130, -later, later).to(dtype)[:, None]
+    k = 16 * sign * case.tensors["k"].abs()
+    check(backend, case.replace(q=case.tensors["q"].abs(), k=k), gradients=False)
+
+
+@pytest.mark.parametrize("softcap", [5.0, 20.0, 100.0])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_softcap_where_scores_are_small_for_one_warp_and_not_for_the_next(
+    backend: Target, dtype: torch.dtype, softcap: float
+) -> None:
+    """Small ones may go another way: a hundredth of softcap in 32 rows, half of it in a few of the others."""
+    case = dense(backend, Shape(heads=1, n_q=128, n_k=192), dtype, softcap=softcap)
+    row = torch.arange(128, device=backend.device)
+    factor = torch.where(row < 32, 0.01, torch.where(row % 5 == 0, 0.5, 0.2)) * softcap
+    check(backend, case.replace(q=(case.tensors["q"] * factor[:, None]).to(dtype)))
 
 
 @pytest.mark.parametrize("sink", [-100.0, 0.0, 100.0, -math.inf])

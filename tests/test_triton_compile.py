@@ -301,16 +301,6 @@ def test_a_mask_is_what_tensor_cores_start_from(dim: int, tmp_path: Path) -> Non
     assert sum("FSEL" in i for i in full) < 8, kernel
 
 
-def test_scores_that_softcap_bounds_need_no_maximum(tmp_path: Path) -> None:
-    """Threads that share a row then exchange its sum alone."""
-    exchanges = []
-    for softcap in (config.BOUNDED_SOFTCAP, config.BOUNDED_SOFTCAP + 1):
-        kernel = next(kernels(90, torch.bfloat16, 64, Options(softcap=softcap)))
-        full, *_ = machine_of(compile_for(90, kernel), tmp_path).loops()
-        exchanges.append(sum("SHFL" in i for i in full))
-    assert exchanges == [4, 8]
-
-
 @pytest.mark.parametrize("feature", ["bias", "mask"])
 def test_words_are_read_in_front_of_the_copies_and_used_behind_the_product(feature: str, tmp_path: Path) -> None:
     """In dK and dV. Behind the copies of the next tile both come late; what is used before the product is waited for.

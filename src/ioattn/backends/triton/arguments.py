@@ -125,6 +125,7 @@ class Numbers(NamedTuple):
     section: Scalar
     shift: Scalar
     scale: Scalar
+    q_factor: Scalar
 
 
 def encoded(number: int) -> int:
@@ -162,14 +163,25 @@ class Form(NamedTuple):
     LATE: bool
     """The scores stay Q K^T, and the scale is applied inside of the exponential: one multiplication less per score."""
     SQUASHED: bool
-    """The scores stay (tanh - 1) / 2 of softcap, in the forward; twice softcap is applied inside of the exponential."""
+    """Softcap is all that happens to scores, and is done by a short way: in the forward they are powers of two."""
+    NEAR: int
+    """Where SQUASHED: how many scores of a thread, 32 or 16, take the way of small ones together; 0: none does."""
     BOUNDED: bool
     """Where SQUASHED: no score is far from 0, and weights are exp(score), whatever the maximum of a row."""
+    FIRST: bool
+    """Where SQUASHED, and not BOUNDED: weights are exp(score - m), where m is close to the maximum of the first keys.
+
+    A tile with a score that is too far above it is computed again by `repair.py`.
+    """
+    SCALED: bool
+    """In the forward, queries are multiplied by `Numbers.q_factor` first: one multiplication less per score."""
     FUSED: bool
     """A weight's exponent is one multiply-add: 5% of a 16-bit kernel's time.
 
     It rounds the maximum, or the LSE, once more: too coarse for float32, and for a bias that moves scores by 1e30.
     """
+    ROWWISE: bool
+    """It is, in the forward, with a bias, too; rows whose maximum is beyond 1e9 have a factor of their own."""
     EVEN: bool
     """The number of keys is a multiple of 16, so that a bias or a mask is read by 16 bytes."""
     PRECISION: str

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, get_args
 
-import torch
 import triton
 
 from ioattn.backends.triton.arguments import padded
+from ioattn.backends.triton.shortcuts import is_bounded
 from ioattn.problem import Problem
-from ioattn.scores import SOFTCAP
 
 Direction = Literal["forward", "delta", "key_value", "query", "bias"]
 Family = Literal["wgmma", "mma"]
@@ -173,21 +172,27 @@ products in the forward, four in dK and dV, three in dQ (`ioattn bench tune`). S
 causal problems (`tests/test_triton_compile.py`)."""
 
 
+QUERY_168 = Tiles(64, 64, 4, 3, max_registers=168)
+"""The plain tiles, three programs to a multiprocessor where a feature's registers leave room for two."""
+
 WITH: dict[tuple[Direction, int, str], Tiles] = {
     ("forward", 128, "bias"): Tiles(128, 128, 8, 3),  # 378, plain; here so that no row below is taken: 300 or 312
     ("forward", 128, "mask"): Tiles(128, 128, 8, 3),  # 447 of 520; 64 by 64 442, 128 by 64 402, two stages 380
     ("forward", 128, "bounded softcap"): Tiles(64, 64, 4, 3),  # 433 of 519; 128 by 64 388, 128 by 128 374
-    ("forward", 128, "softcap"): Tiles(128, 64, 8, 3),  # 381; 128 by 128 372
+    ("forward", 128, "softcap"): Tiles(64, 64, 4, 3),  # as where it is bounded; before, 128 by 64 had 381
     ("forward", 128, "window"): Tiles(64, 64, 4, 3),  # 393 of 499; two stages 352, 128 by 64 336 of 516
     ("bias", 128, "bias"): Tiles(128, 128, 8, 1),  # plain until dQ took 64 by 64; no other was timed
+    ("key_value", 64, "bias"): Tiles(64, 64, 4, 3),  # 274 of 362 with dQ's tiles below; two stages 260
+    ("key_value", 64, "window"): Tiles(64, 64, 4, 3),  # 296 with dQ's tiles below; two stages 287
     ("key_value", 128, "mask"): Tiles(32, 128, 8, 3),  # 307 of 384; 64 keys on 4 warps 285, with two stages 289
+    ("query", 64, "bias"): QUERY_168,  # 260; without a limit of registers 240
+    ("query", 64, "mask"): QUERY_168,  # 294; 280
+    ("query", 64, "softcap"): QUERY_168,  # 263; 249. With three stages in dK and dV 257
+    ("query", 64, "window"): QUERY_168,  # 287; 271
 }
 """What is preferred with a feature, in 16 bits on Hopper, up to a width: where the plain tiles spill, or wait.
 
-Numbers as in TABLE, of B4 N4096 D128; of a backward each with the other kernels' tiles as they were."""
-
-BOUNDED_SOFTCAP = 30
-"""Up to this softcap exp(score) is between 2^-44 and 2^44: far from the ends of bfloat16, 2^-126 and 2^127."""
+Numbers as in TABLE, of B4 N4096; of a backward each with the other kernels' tiles as they were."""
 
 WORDS_PASS_SHARED_MEMORY = not triton.__version__.startswith("3.6.")
 """Triton 3.9 passes what is read of a bias or mask for the next tile through shared memory, a byte per score."""
@@ -250,13 +255,6 @@ def _features(problem: Problem) -> tuple[str, ...]:
     bounded = True if is_bounded(problem) else None
     present = {"bias": problem.bias, "mask": problem.mask, "bounded softcap": bounded, "softcap": problem.softcap}
     return tuple(name for name, value in (present | {"window": window}).items() if value is not None)
-
-
-def is_bounded(problem: Problem) -> bool:
-    """Whether scores stay so close to 0 that a forward's weights may be exp(score), in 16 bits."""
-    if problem.terms != (SOFTCAP,) or problem.sinks or problem.dtype != torch.bfloat16 or problem.softcap is None:
-        return False
-    return problem.softcap <= BOUNDED_SOFTCAP
 
 
 def programs_to_repair(tiles: int, heads: int, gpu: Gpu | None) -> int:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ioattn.backends.triton import config, halves
+from ioattn.backends.triton import config, halves, shortcuts
 from ioattn.backends.triton.arguments import (
     Box,
     Form,
@@ -41,7 +41,7 @@ from ioattn.backends.triton.totals import make_delta, sink_gradients, sink_weigh
 from ioattn.compose import Formula, Function, fold
 from ioattn.launching import Arguments, on_device
 from ioattn.problem import Gradients, Problem, Tensors
-from ioattn.scores import SOFTCAP, Term
+from ioattn.scores import Term
 
 FILLING_PROGRAMS = 1024
 """What keeps the multiprocessors of any GPU busy to the end."""
@@ -187,8 +187,9 @@ def _kernels(
     order = ORDERS[direction] if in_registers else ""
     programs, numbers, form = _launch(problem, tensors, direction, wide, tiles, order)
     constant = (numbers, form, *formula)
+    may_overflow = direction == "forward" and form.FIRST
     whole = [Prepared(main, programs * sequences, constant, tiles)]
-    if problem.band.bounded or problem.mask is not None or problem.bias is not None:
+    if problem.band.bounded or problem.mask is not None or problem.bias is not None or may_overflow:
         # Without a pipeline, so that it needs no more shared memory than the kernel that it repairs.
         tiles = tiles._replace(num_stages=1)
         heads = problem.batch * (problem.kv_heads if direction == "key_value" else problem.heads)
@@ -397,6 +398,7 @@ def _numbers(problem: Problem, tensors: Tensors, heads: int, tiles: int) -> Numb
         section=encoded(_section(problem)),
         shift=encoded(problem.band.shift),
         scale=problem.scale,
+        q_factor=shortcuts.q_factor(problem),
     )
 
 
@@ -424,13 +426,23 @@ def _form(problem: Problem, tiles: Tiles, wide: bool, order: str) -> Form:
         GROUP=problem.group,
         BOTTOM_RIGHT=problem.align == "bottom-right",
         LATE=late,
-        SQUASHED=problem.terms == (SOFTCAP,) and not problem.sinks and _is_small(problem),
-        BOUNDED=config.is_bounded(problem),
+        SQUASHED=shortcuts.is_squashed(problem),
+        NEAR=_together(tiles),
+        BOUNDED=shortcuts.is_bounded(problem),
+        FIRST=shortcuts.takes_first(problem),
+        SCALED=shortcuts.q_factor(problem) != 1.0,
         FUSED=problem.bias is None and problem.dtype != torch.float32,
+        ROWWISE=problem.bias is not None and problem.dtype == torch.bfloat16,
         EVEN=(problem.bias is not None or problem.mask is not None) and problem.len_k % 16 == 0,
         PRECISION=tiles.precision,
         SPLIT=problem.dtype == torch.float32,
     )
+
+
+def _together(tiles: Tiles) -> int:
+    """Of how many scores of a thread one test says that all are small."""
+    scores = tiles.q_tile * tiles.k_tile // (32 * tiles.num_warps)
+    return next((count for count in (32, 16) if scores % count == 0), 0)
 
 
 def constant_box(box: Box) -> Any:
@@ -448,12 +460,7 @@ def _is_wide(problem: Problem, tensors: Tensors, others: Sequence[Tensor]) -> bo
 
 def formula_of(problem: Problem) -> Formula:
     """The score terms as Triton functions."""
-    return _folded(problem.terms, tanh_of_scores if _is_small(problem) else tanh)
-
-
-def _is_small(problem: Problem) -> bool:
-    """Whether a short way to tanh is accurate enough: the error of a score is that of its tanh times softcap."""
-    return problem.dtype != torch.float32 and problem.softcap is not None and problem.softcap <= 100
+    return _folded(problem.terms, tanh_of_scores if shortcuts.is_small(problem) else tanh)
 
 
 @lru_cache

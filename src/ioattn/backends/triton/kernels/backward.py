@@ -32,6 +32,7 @@ from ioattn.backends.triton.kernels.scores import (
     turned_pairs_at,
     words_at,
 )
+from ioattn.backends.triton.kernels.tanh import NEAR, tanh_of_halves
 from ioattn.backends.triton.kernels.tiles import (
     EDGE,
     FULL,
@@ -55,7 +56,6 @@ from ioattn.backends.triton.kernels.tiles import (
     score_scale,
     sequence_of,
     store_tile,
-    weights_of,
     zeros_for,
 )
 
@@ -204,7 +204,7 @@ def add_queries(
         dweights = multiply(keys.v, queries.dout, form) * (task.scales.v * task.scales.dout)
         dscores = keep(margin, mask, weights * (dweights - queries.delta[None, :]), 0.0)
         dscores = keep_where_cut(cut, pairs, task, dscores, 0.0)
-        dproduct = dstep(dscores, product * score_scale(task), distance, operands)
+        dproduct = dproduct_of(dscores, product, distance, operands, task, form, dstep)
         dk_tile = add_product(dk_tile, dproduct, cover, only_finite(queries.q, KIND), form)
     return dk_tile, dv_tile, words
 
@@ -362,8 +362,39 @@ def add_keys(
         tl.store(pointers, rounded(dscores, dbias.ptr.dtype.element_ty), mask=exists)
     if totals is not None:
         total += tl.sum(dscores, 1)
-    dproduct = dstep(dscores, product * score_scale(task), distance, operands)
+    dproduct = dproduct_of(dscores, product, distance, operands, task, form, dstep)
     return add_product(dq_tile, dproduct, cover, only_finite(keys.k, KIND), form), total, sums
+
+
+@device
+def weights_of(product, distance, operands, lse, task, form: tl.constexpr, step: tl.constexpr):
+    """exp(scores - lse) of a tile whose scores start as `product`, with an `lse` that broadcasts to it."""
+    scale = score_scale(task)
+    if form.FUSED and form.LATE:
+        weights = tl.exp2(product * (scale * LOG2E) - lse * LOG2E)
+    elif form.SQUASHED:
+        weights = tl.exp2(squashed_of(product, task, form) * (task.inputs.softcap * LOG2E) - lse * LOG2E)
+    else:
+        scores = step(product * scale, distance, operands)
+        weights = tl.exp2(scores * LOG2E - lse * LOG2E if form.FUSED else (scores - lse) * LOG2E)
+    return weights
+
+
+@device
+def squashed_of(product, task, form: tl.constexpr):
+    """The tanh of softcap, whose steps are the same wherever it is asked for."""
+    return tanh_of_halves(product * (score_scale(task) * (2.0 / NEAR) / task.inputs.softcap), form.NEAR)
+
+
+@device
+def dproduct_of(dscores, product, distance, operands, task, form: tl.constexpr, dstep: tl.constexpr):
+    """The gradient of the scaled product, given that of the finished scores."""
+    if form.SQUASHED:
+        squashed = squashed_of(product, task, form)
+        dproduct = dscores * (1.0 - squashed * squashed)
+    else:
+        dproduct = dstep(dscores, product * score_scale(task), distance, operands)
+    return dproduct
 
 
 @device

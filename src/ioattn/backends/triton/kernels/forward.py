@@ -20,7 +20,7 @@ from ioattn.backends.triton.kernels.products import (
 )
 from ioattn.backends.triton.kernels.ranges import edge_start, in_one_loop, is_cut, key_ranges
 from ioattn.backends.triton.kernels.scores import distance_at, mask_at, operands_at, pairs_at, veil_at, words_at
-from ioattn.backends.triton.kernels.tanh import SQUASHED_ONE, squashed
+from ioattn.backends.triton.kernels.tanh import NEAR, capped, tanh_of_halves, tanh_of_scores
 from ioattn.backends.triton.kernels.tiles import (
     EDGE,
     EXACT,
@@ -35,17 +35,24 @@ from ioattn.backends.triton.kernels.tiles import (
     keep,
     keep_where_cut,
     load_keys,
+    load_operand,
     load_q,
+    load_tile,
     margin_at,
     or_zero,
     place,
+    product_of,
     rounded,
     row_at,
+    rows_of,
     score_scale,
     sequence_of,
     store_tile,
     zeros_for,
 )
+
+FAR = tl.constexpr(2.0**30)
+"""Where numbers in float32 are 64 apart: exp(-64) is as good as 2^-64, and either as good as 0."""
 
 LARGEST = tl.constexpr(32768.0)
 """What scales weights, which are at most 1, before they are split into halves."""
@@ -70,9 +77,13 @@ def forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.const
     if q_start >= seq.len_q:
         return
     q_tile = load_q(task, q_start, form, EDGE)
+    if form.SCALED:
+        q_tile = scaled_by_way_of(out, q_tile, q_start, task, form)
     separate = key_ranges(q_start, task, form)
     ranges = in_one_loop(separate, seq.len_k, task, form.K.ROWS, form)
     row_max, row_sum = sink_or_nothing(task, form)
+    if form.FIRST:
+        row_max = shift_of_first(q_tile, task, form)
     acc = zeros_for(form.OUT)
     # A tile ahead, or the assembler would put these loads where their results are needed, one after the other. At the
     # end of a step: read before the words of this one are used, they would be moved to where those are, at once.
@@ -90,25 +101,76 @@ def forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.const
             words = words_at(q_start, k_start, task, form, EDGE)
             pairs = pairs_at(q_start, k_start, form)
             row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, words, pairs, None, task, form, step, EDGE)
-    store_results(row_max, sound_or_nan(row_sum, task, form), acc, out, lse, q_start, task, form)
+    store_results(row_max, total_of(sound_or_nan(row_sum, task, form), form), acc, out, lse, q_start, task, form)
 
 
 @device
-def sound_or_nan(row_sum, task, form: tl.constexpr):
-    """The sums of rows, all NaN if one is, where something is hidden: of a tile `repair.py` looks at one row.
+def scaled_by_way_of(out, q_tile, q_start, task, form: tl.constexpr):
+    """The queries times a power of two, by way of memory: of the tile that the results will overwrite.
+
+    What is loaded, and nothing else, Triton hands the tensor cores in shared memory; registers have no room for it.
+    """
+    first = row_at(out, task.seq.batch, task.head, task.seq.start_q)
+    store_tile((q_tile.to(tl.float32),), task.numbers.q_factor, out, first, q_start, task.seq.len_q, form.Q)
+    tl.debug_barrier()
+    return load_tile(out, first, q_start, task.seq.len_q, form.Q, EDGE)
+
+
+@device
+def scaled(q_tile, task, form: tl.constexpr):
+    """The same, for kernels that may keep it in registers."""
+    if form.SCALED:
+        q_tile = rounded(q_tile.to(tl.float32) * task.numbers.q_factor, q_tile.dtype)
+    return q_tile
+
+
+@device
+def shift_of_first(q_tile, task, form: tl.constexpr):
+    """What is taken off all scores of a row, as powers of two: the maximum of the first keys, and 3 for good measure.
+
+    Later weights are then up to 2^19 in float16, and it is found out at the end whether one was larger.
+    """
+    k = task.inputs.k
+    first = row_at(k, task.seq.batch, task.head // form.GROUP, task.seq.start_k)
+    k_tile = load_operand(k, first, 0, task.seq.len_k, form.K, form, EDGE)
+    product = multiply(q_tile, k_tile, form) * (score_scale(task) / (task.numbers.q_factor * task.inputs.softcap))
+    product = tl.where((rows_of(form.K) < task.seq.len_k)[None, :], product, -INF)
+    return tanh_of_scores(tl.max(product, 1)) * (task.inputs.softcap * LOG2E) + 3.0
+
+
+@device
+def total_of(sums, form: tl.constexpr):
+    """The sums of rows, of which each thread has a part."""
+    return sums if form.SPLIT else tl.sum(sums, 1)
+
+
+@device
+def sound_or_nan(sums, task, form: tl.constexpr):
+    """The sums of rows, all NaN if one is and something is hidden: of a tile `repair.py` looks at one row.
 
     Hidden NaN in V reaches every row, and what a mask or softcap makes of hidden scores that are not finite only some.
+    Where the first keys decide about the unit of sums, they are NaN, too, if a weight was too large for it.
     """
     inputs = task.inputs
-    if not form.SPLIT and (inputs.mask is not None or inputs.lo is not None or inputs.hi is not None):
-        row_sum = tl.where(is_finite(row_sum), row_sum, float("nan"))
-    return row_sum
+    if form.FIRST:
+        LIMIT: tl.constexpr = 60000.0 if inputs.q.ptr.dtype.element_ty == tl.float16 else 2.0**60
+        is_small = tl.max((sums < LIMIT).to(tl.int32) ^ 1) == 0
+        sums = tl.where(is_small, sums, float("nan"))
+    elif not form.SPLIT and (inputs.mask is not None or inputs.lo is not None or inputs.hi is not None):
+        sums = tl.where(is_finite(sums), sums, float("nan"))
+    return sums
 
 
 @device
 def store_results(row_max, row_sum, acc, out, lse, q_start, task, form: tl.constexpr):
     """Divide by the sum of the weights and write `out` and `lse`."""
     seq = task.seq
+    log_sum = tl.log(row_sum)
+    if form.ROWWISE:
+        # The unit of sums is not quite the maximum: by 2^-24 of a score of 1e4 the LSE would be off by 6e-4 more.
+        shift = or_zero(row_max)
+        row_factor = tl.where(tl.abs(shift) >= FAR, 1.0, LOG2E)
+        log_sum -= tl.fma(shift, row_factor, -product_of(shift, row_factor)) * (1.0 / LOG2E)
     # A row that saw no key has row_sum 0 (or only its sink's 1) and acc 0: out 0.
     factor = 1.0 / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
     if form.PRECISION == FP16X3:
@@ -116,11 +178,11 @@ def store_results(row_max, row_sum, acc, out, lse, q_start, task, form: tl.const
     store_tile(acc, factor, out, row_at(out, seq.batch, task.head, seq.start_q), q_start, seq.len_q, form.OUT)
     if form.LATE:
         row_max *= score_scale(task)
-    if form.SQUASHED and not form.BOUNDED:
-        row_max = task.inputs.softcap * (row_max * (2.0 / SQUASHED_ONE) + 1.0)
+    if form.SQUASHED:
+        row_max *= 1.0 / LOG2E
     row = q_start + tl.arange(0, form.Q.ROWS)
     pointers = row_at(lse, seq.batch, task.head, seq.start_q) + row.to(tl.int64) * lse.row
-    tl.store(pointers, row_max + tl.log(row_sum), mask=row < seq.len_q)
+    tl.store(pointers, row_max + log_sum, mask=row < seq.len_q)
 
 
 @device
@@ -139,16 +201,23 @@ def attend(
     if form.LATE:
         factor = score_scale(task) * LOG2E
     elif form.SQUASHED:
-        scores = squashed(scores * (score_scale(task) * (2.0 * LOG2E) / task.inputs.softcap), KIND == EXACT)
-        factor = task.inputs.softcap * (2.0 * LOG2E / SQUASHED_ONE)
+        scores = capped_scores(scores, row_max, task, form, KIND)
+        factor = 1.0
+    elif form.SCALED:
+        scores = step(scores, distance_at(pairs, task), operands)
     else:
         scores = step(scores * score_scale(task), distance_at(pairs, task), operands)
     if veil is not None:
         scores += veil
     scores = keep(margin_at(pairs, task, KIND), mask, scores, -INF)
     scores = keep_where_cut(cut, pairs, task, scores, -INF)
-    new_max, rescale, weights = weights_of_tile(scores, row_max, factor, form)
-    row_sum = rescale * row_sum + tl.sum(weights, 1)
+    new_max, rescale, weights = weights_of_tile(scores, row_max, factor, form, KIND)
+    if form.SPLIT:
+        row_sum = rescale * row_sum + tl.sum(weights, 1)
+    else:
+        # Each thread sums what it has; threads meet once, at the end.
+        parts = weights.reshape(form.Q.ROWS, form.K.ROWS // 8, 8)
+        row_sum = rescale[:, None] * row_sum + tl.sum(parts, 1)
     if form.PRECISION == FP16X3:
         acc = add_halves(acc, rescale[:, None], weights * LARGEST, keys.v, 1.0, form)
     else:
@@ -158,31 +227,65 @@ def attend(
 
 
 @device
-def weights_of_tile(scores, row_max, factor, form: tl.constexpr):
+def capped_scores(product, shift, task, form: tl.constexpr, KIND: tl.constexpr):
+    """The scores with softcap, as powers of two; less the shift of a row where it has one from the start."""
+    cap = task.inputs.softcap * LOG2E
+    unit = NEAR / 2
+    if form.SCALED:
+        unit = score_scale(task) / (task.numbers.q_factor * task.inputs.softcap)
+    else:
+        product *= score_scale(task) * (2.0 / NEAR) / task.inputs.softcap
+    if KIND != FULL:
+        # Keys that do not exist are 0, and 0 * inf is NaN: at edges it is to reach no other.
+        scores = tanh_of_halves(product * (unit * (2.0 / NEAR)), form.NEAR) * cap
+        if form.FIRST and KIND != EXACT:
+            scores -= shift[:, None]
+    elif form.FIRST:
+        scores = capped(product, cap, unit, shift[:, None], form.NEAR)
+    else:
+        scores = capped(product, cap, unit, 0.0, form.NEAR)
+    return scores
+
+
+@device
+def weights_of_tile(scores, row_max, factor, form: tl.constexpr, KIND: tl.constexpr):
     """The new maxima of rows, what sums in units of the old ones are multiplied with, and the weights."""
-    if form.BOUNDED:
-        # A weight is exp(score): nothing waits for a maximum, and no sum changes its unit.
-        new_max = tl.zeros_like(row_max)
-        weights = tl.exp2(scores * factor + factor * (SQUASHED_ONE / 2))
-        rescale = new_max + 1.0
+    if form.BOUNDED or (form.FIRST and KIND != EXACT):
+        # Nothing waits for a maximum, and no sum changes its unit.
+        new_max = row_max if form.FIRST else tl.zeros_like(row_max)
+        weights = tl.exp2(scores)
+        rescale = tl.zeros_like(row_max) + 1.0
     else:
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         shift = or_zero(new_max)
-        if form.FUSED:
+        if form.ROWWISE:
+            # A factor of 1 rounds nothing: where a multiply-add would leave 2^-24 of 1e30, neighbours differ by 64.
+            is_far = tl.abs(shift) >= FAR
+            factor = tl.where(is_far, 1.0, factor)
+            # The unit of sums is 2 to this. Rounded once and once not it would move by 1e-6 of it in each step.
+            unit = product_of(shift, factor)
+            weights = tl.exp2(scores * factor[:, None] - unit[:, None])
+            rescale = tl.exp2(product_of(row_max, factor) - unit)
+            rescale = tl.where(is_far == (tl.abs(row_max) >= FAR), rescale, 0.0)
+        elif form.FUSED:
             weights = tl.exp2(scores * factor - (shift * factor)[:, None])
+            rescale = tl.exp2((row_max - shift) * factor)
         else:
             weights = tl.exp2((scores - shift[:, None]) * factor)
-        rescale = tl.exp2((row_max - shift) * factor)
+            rescale = tl.exp2((row_max - shift) * factor)
     return new_max, rescale, weights
 
 
 @device
 def sink_or_nothing(task, form: tl.constexpr):
-    """`row_max` and `row_sum` before the first key: a sink counts as one key whose value is zero."""
+    """The maxima and sums of rows before the first key: a sink counts as one key whose value is zero."""
     row_max = tl.full((form.Q.ROWS,), -INF, tl.float32)
     if task.inputs.sinks is not None:
         row_max = tl.zeros_like(row_max) + tl.load(task.inputs.sinks + task.head).to(tl.float32)
-    return row_max, (row_max != -INF).to(tl.float32)
+    row_sum = (row_max != -INF).to(tl.float32)
+    if not form.SPLIT:
+        row_sum = row_sum[:, None] * tl.full((form.Q.ROWS, 8), 0.125, tl.float32)
+    return row_max, row_sum
 
 
 @device

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from ioattn.backends.triton.config import TILES_AT_ONCE
 from ioattn.backends.triton.kernels.backward import add_keys, add_queries, parts_of, store_keys, sum_for
-from ioattn.backends.triton.kernels.forward import attend, sink_or_nothing, store_results
+from ioattn.backends.triton.kernels.forward import attend, scaled, sink_or_nothing, store_results, total_of
 from ioattn.backends.triton.kernels.products import add_special, scales_of
 from ioattn.backends.triton.kernels.ranges import edge_start, every_tile, key_ranges, query_ranges
 from ioattn.backends.triton.kernels.scores import mask_at, pairs_at, turned_pairs_at, words_at
@@ -83,7 +83,7 @@ def repair_forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: t
 @device
 def repair_out(out, lse, q_start, task, form: tl.constexpr, step: tl.constexpr):
     """Overwrite one tile of `out` and `lse`."""
-    q_tile = load_q(task, q_start, form, EDGE)
+    q_tile = scaled(load_q(task, q_start, form, EDGE), task, form)
     ranges = every_tile(key_ranges(q_start, task, form), form.K.ROWS)
     row_max, row_sum = sink_or_nothing(task, form)
     acc = zeros_for(form.OUT)
@@ -95,7 +95,7 @@ def repair_out(out, lse, q_start, task, form: tl.constexpr, step: tl.constexpr):
     for edge in range(ranges.edges):
         keys = load_keys(task, edge_start(edge, ranges, form.K.ROWS), form, EDGE)
         acc = add_special_values(acc, q_start, keys, task, form)
-    store_results(row_max, row_sum, acc, out, lse, q_start, task, form)
+    store_results(row_max, total_of(row_sum, form), acc, out, lse, q_start, task, form)
 
 
 @device

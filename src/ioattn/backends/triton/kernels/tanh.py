@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
+
 import triton.language as tl
 
+from ioattn.backends.triton import shortcuts
 from ioattn.backends.triton.kernels.tiles import LOG2E, PTX, device, opaque
 
 
@@ -30,43 +34,128 @@ def reciprocal(x):
     return number
 
 
-SQUASHED_ONE = tl.constexpr(2.0**15)
-"""What `squashed` counts as 1: eight numbers between 2^-15 and 2^15 have a finite product that is not 0."""
+ONE = tl.constexpr(2.0**15)
+"""What 2^x + 1 is counted in units of: eight numbers between 2^-15 and 2^15 have a finite product that is not 0."""
+
+NEAR = tl.constexpr(shortcuts.NEAR)
+
+SERIES = (0.9999998569638378, -0.3333072562881707, 0.13258404464135523, -0.046956804453286885)
+"""Of x, x^3, x^5 and x^7: up to NEAR with an error of 9e-8, relative 2.5e-7, as computed."""
 
 
-def _eight_reciprocals(columns: tuple[int, ...]) -> str:
-    """Assembly that makes -1 / (2^-15 + 2^x) of eight x of 16, those in `columns`, with one reciprocal."""
-    lines = ["neg.f32 r, r;", "mul.f32 t03, r, t47;", "mul.f32 t47, r, p03;"]
+def _bits(x: float) -> str:
+    """A number as PTX writes it in float32."""
+    return "0f" + struct.pack(">f", x).hex().upper()
+
+
+def _two_ways(declared: str, first: int, count: int, near: list[str], far: list[str]) -> str:
+    """Assembly that runs `near` where all of a warp's numbers, operands from `first` on, are below 2, else `far`.
+
+    Of what is 2 or more, inf or NaN, and of nothing else, the highest bit of the exponent is set.
+    """
+    test = [f"or.b32 o, ${first}, ${first + 1};"]
+    test += [f"lop3.b32 o, o, ${first + i}, ${first + i + 1}, 0xFE;" for i in range(2, count, 2)]
+    test += ["and.b32 o, o, 0x40000000;", "setp.ne.b32 p, o, 0;", "vote.sync.any.pred p, p, 0xFFFFFFFF;"]
+    lines = [".reg .pred p;", ".reg .b32 o;", declared, *test, "@p bra FAR;", *near, "bra DONE;", "FAR:", *far]
+    return "{ " + " ".join([*lines, "DONE: }"])
+
+
+def _polynomial(x: str, coefficients: Sequence[str]) -> list[str]:
+    """Assembly that makes v of which x v is the odd polynomial in x."""
+    lines = [f"mul.f32 u, {x}, {x};", f"fma.rn.f32 v, u, {coefficients[-1]}, {coefficients[-2]};"]
+    return lines + [f"fma.rn.f32 v, v, u, {a};" for a in coefficients[-3::-1]]
+
+
+def _eight_reciprocals(columns: tuple[int, ...]) -> list[str]:
+    """Assembly that makes -1 / (2^-15 + 2^x) of the x in eight operands, with one reciprocal."""
+    lines = []
     for i, column in enumerate(columns):
-        loaded = f"min.NaN.f32 a{i}, ${16 + column}, 0f41700000; ex2.approx.ftz.f32 a{i}, a{i};"
-        lines.insert(i, f"{loaded} add.f32 a{i}, a{i}, 0f38000000;")
-    products = [f"mul.f32 p{i}{i + 1}, a{i}, a{i + 1};" for i in (0, 2, 4, 6)]
-    products += ["mul.f32 p03, p01, p23;", "mul.f32 t47, p45, p67;", "mul.f32 r, p03, t47;", "rcp.approx.ftz.f32 r, r;"]
-    lines[8:8] = products
+        lines.append(f"min.NaN.f32 a{i}, ${column}, 0f41700000; ex2.approx.ftz.f32 a{i}, a{i};")
+        lines.append(f"add.f32 a{i}, a{i}, 0f38000000;")
+    lines += [f"mul.f32 p{i}{i + 1}, a{i}, a{i + 1};" for i in (0, 2, 4, 6)]
+    lines += ["mul.f32 p03, p01, p23;", "mul.f32 t47, p45, p67;", "mul.f32 r, p03, t47;", "rcp.approx.ftz.f32 r, r;"]
+    lines += ["neg.f32 r, r;", "mul.f32 t03, r, t47;", "mul.f32 t47, r, p03;"]
     for i, half, other in ((0, "t03", "p23"), (2, "t03", "p01"), (4, "t47", "p67"), (6, "t47", "p45")):
         lines.append(f"mul.f32 r, {half}, {other};")
         lines.append(f"mul.f32 ${columns[i]}, r, a{i + 1}; mul.f32 ${columns[i + 1]}, r, a{i};")
-    names = ", ".join([*(f"a{i}" for i in range(8)), "p01", "p23", "p45", "p67", "p03", "t03", "t47", "r"])
-    return "{ .reg .f32 " + names + "; " + " ".join(lines) + " }"
+    return lines
 
 
-SIXTEEN = tl.constexpr(
-    _eight_reciprocals((0, 1, 4, 5, 8, 9, 12, 13)) + " " + _eight_reciprocals((2, 3, 6, 7, 10, 11, 14, 15))
-)
-"""Sixteen reciprocals by those of two products: the unit of special functions is what bounds a kernel with softcap.
+def _tanh_code(count: int) -> str:
+    """Assembly of `tanh_of_halves`."""
+    coefficients = [_bits(a * (NEAR.value / 2) ** (2 * i + 1)) for i, a in enumerate(SERIES)]
+    near, far = [], []
+    for i in range(count):
+        x = f"${count + i}"
+        near += [*_polynomial(x, coefficients), f"mul.f32 ${i}, {x}, v;"]
+        far += [f"mul.f32 u, {x}, {_bits(NEAR.value * LOG2E.value)};", "ex2.approx.ftz.f32 u, u;"]
+        far += ["add.f32 u, u, 0f3F800000;", "rcp.approx.ftz.f32 u, u;", f"fma.rn.f32 ${i}, u, 0fC0000000, 0f3F800000;"]
+    return _two_ways(".reg .f32 u, v;", count, count, near, far)
 
-Of the scores of a thread every second pair belongs to another row, and a NaN must not get there."""
-OPERANDS = tl.constexpr(",".join(["=f"] * 16 + ["f"] * 16))
+
+def _capped_code(count: int) -> str:
+    """Assembly of `capped`: operands are results, x, cap, unit and shift.
+
+    Of the scores of a thread every second pair belongs to another row, and a NaN must not get there.
+    """
+    cap, unit, shift = f"${2 * count}", f"${3 * count}", 4 * count
+    near = [f"mul.f32 u, {cap}, {unit};", f"mul.f32 v, {unit}, {unit};", f"mul.f32 c0, u, {_bits(SERIES[0])};"]
+    for i, a in enumerate(SERIES[1:], 1):
+        near += ["mul.f32 u, u, v;", f"mul.f32 c{i}, u, {_bits(a)};"]
+    far = [f"mul.f32 u, {unit}, {_bits(2.0 * LOG2E.value)};", f"mul.f32 v, {cap}, {_bits(2.0 / ONE.value)};"]
+    for i in range(count):
+        near += _polynomial(f"${count + i}", ["c0", "c1", "c2", "c3"])
+        near += [f"neg.f32 w, ${shift + i};", f"fma.rn.f32 ${i}, ${count + i}, v, w;"]
+        far.append(f"fma.rn.f32 ${i}, ${count + i}, u, 0fC1700000;")
+    for at in range(0, count, 16):
+        for columns in ((0, 1, 4, 5, 8, 9, 12, 13), (2, 3, 6, 7, 10, 11, 14, 15)):
+            far += _eight_reciprocals(tuple(at + column for column in columns))
+    for i in range(count):
+        far += [f"sub.f32 w, {cap}, ${shift + i};", f"fma.rn.f32 ${i}, ${i}, v, w;"]
+    names = ", ".join([*(f"a{i}" for i in range(8)), *(f"c{i}" for i in range(4)), "p01, p23, p45, p67, p03, t03, t47"])
+    return _two_ways(f".reg .f32 {names}, r, u, v, w;", count, count, near, far)
+
+
+def _operands(count: int, inputs: int) -> str:
+    return ",".join(["=&f"] * count + ["f"] * (count * inputs))
+
+
+TANH_16 = tl.constexpr(_tanh_code(16))
+TANH_32 = tl.constexpr(_tanh_code(32))
+TANH_OPERANDS_16 = tl.constexpr(_operands(16, 1))
+TANH_OPERANDS_32 = tl.constexpr(_operands(32, 1))
+CAPPED_16 = tl.constexpr(_capped_code(16))
+CAPPED_32 = tl.constexpr(_capped_code(32))
+CAPPED_OPERANDS_16 = tl.constexpr(_operands(16, 4))
+CAPPED_OPERANDS_32 = tl.constexpr(_operands(32, 4))
 
 
 @device
-def squashed(x, ALONE: tl.constexpr):
-    """What tanh is made of: -2^15 / (1 + 2^x) at x = 2 log2(e) y is 2^15 (tanh y - 1) / 2.
+def tanh_of_halves(x, COUNT: tl.constexpr):
+    """tanh(x * NEAR / 2) with an error of 1e-7, of COUNT numbers of a thread together if that is not 0.
 
-    NaN reaches seven neighbours in the row, or none if ALONE.
+    By a polynomial where all of a warp's are below NEAR, as scores far below softcap are, and NaN reaches no other.
     """
-    if PTX and not ALONE:
-        x = tl.inline_asm_elementwise(SIXTEEN, OPERANDS, [x - 15.0], tl.float32, True, 16)
+    if PTX and COUNT == 32:
+        x = tl.inline_asm_elementwise(TANH_32, TANH_OPERANDS_32, [x], tl.float32, True, 32)
+    elif PTX and COUNT == 16:
+        x = tl.inline_asm_elementwise(TANH_16, TANH_OPERANDS_16, [x], tl.float32, True, 16)
     else:
-        x = reciprocal(1.0 + tl.exp2(x)) * -SQUASHED_ONE
+        x = tanh_of_scores(x * (NEAR / 2))
+    return x
+
+
+@device
+def capped(x, cap, unit, shift, COUNT: tl.constexpr):
+    """cap * tanh(x * unit) - shift, as `tanh_of_halves`; `unit` is at most NEAR / 2.
+
+    What is not near takes a reciprocal for eight: the unit of special functions bounds a kernel with softcap. NaN
+    reaches seven neighbours in the row, none if COUNT is 0.
+    """
+    if PTX and COUNT == 32:
+        x = tl.inline_asm_elementwise(CAPPED_32, CAPPED_OPERANDS_32, [x, cap, unit, shift], tl.float32, True, 32)
+    elif PTX and COUNT == 16:
+        x = tl.inline_asm_elementwise(CAPPED_16, CAPPED_OPERANDS_16, [x, cap, unit, shift], tl.float32, True, 16)
+    else:
+        x = tanh_of_scores(x * unit) * cap - shift
     return x

@@ -97,6 +97,7 @@ def decoded(numbers):
         numbers.section >> 2,
         numbers.shift >> 2,
         numbers.scale,
+        numbers.q_factor,
     )
 
 
@@ -408,21 +409,18 @@ def opaque(x):
 
 
 @device
-def score_scale(task):
-    """What makes a product of Q and K a score."""
-    return task.numbers.scale * task.scales.q * task.scales.k
+def product_of(a, b):
+    """a * b, rounded before anything is added to it: neither LLVM nor the assembler makes a multiply-add of it."""
+    product = a * b
+    if PTX:
+        product = tl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, True, 1)
+    return product
 
 
 @device
-def weights_of(product, distance, operands, lse, task, form: tl.constexpr, step: tl.constexpr):
-    """exp(scores - lse) of a tile whose scores start as `product`, with an `lse` that broadcasts to it."""
-    scale = score_scale(task)
-    if form.FUSED and form.LATE:
-        weights = tl.exp2(product * (scale * LOG2E) - lse * LOG2E)
-    else:
-        scores = step(product * scale, distance, operands)
-        weights = tl.exp2(scores * LOG2E - lse * LOG2E if form.FUSED else (scores - lse) * LOG2E)
-    return weights
+def score_scale(task):
+    """What makes a product of Q and K a score."""
+    return task.numbers.scale * task.scales.q * task.scales.k
 
 
 @device

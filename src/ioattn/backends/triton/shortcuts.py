@@ -1,0 +1,57 @@
+"""What makes the scores of a problem cheaper than their formula: what is known of their size, and powers of two."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ioattn.problem import Problem
+from ioattn.scores import BIAS, SOFTCAP
+
+BOUNDED_SOFTCAP = 30
+"""Up to this softcap exp(score) is between 2^-44 and 2^44: far from the ends of bfloat16, 2^-126 and 2^127."""
+
+NEAR = 0.42
+"""Up to here a polynomial is tanh: see `kernels/tanh.py`."""
+
+SMALLEST_FACTOR = -24
+"""Of queries in bfloat16, as a power of two: below 2^-102 one would lose digits."""
+
+
+def is_small(problem: Problem) -> bool:
+    """Whether a short way to tanh is accurate enough: the error of a score is that of its tanh times softcap."""
+    return problem.dtype != torch.float32 and problem.softcap is not None and problem.softcap <= 100
+
+
+def is_squashed(problem: Problem) -> bool:
+    """Whether softcap is all that happens to scores, and may take the short way."""
+    return problem.terms == (SOFTCAP,) and not problem.sinks and is_small(problem)
+
+
+def is_bounded(problem: Problem) -> bool:
+    """Whether scores stay so close to 0 that a forward's weights may be exp(score), in 16 bits."""
+    if not is_squashed(problem) or problem.dtype != torch.bfloat16 or problem.softcap is None:
+        return False
+    return problem.softcap <= BOUNDED_SOFTCAP
+
+
+def takes_first(problem: Problem) -> bool:
+    """Whether the first keys may decide about the unit of a forward's sums: where every query sees them."""
+    return is_squashed(problem) and not is_bounded(problem) and not problem.band.bounded and problem.mask is None
+
+
+def q_factor(problem: Problem) -> float:
+    """A power of two that queries are multiplied by in the forward, exactly; 1 where none helps.
+
+    With a bias it is the scale, if that is one: tensor cores then start from the bias. With softcap it makes 2 of a
+    score where the polynomial ends, or more.
+    """
+    if problem.dtype != torch.bfloat16 or problem.dim != problem.dim_v or not problem.scale > 0:
+        return 1.0
+    power = 0
+    if problem.terms == (BIAS,) and math.frexp(problem.scale)[0] == 0.5:
+        power = math.frexp(problem.scale)[1] - 1
+    elif is_squashed(problem) and problem.softcap is not None:
+        power = math.ceil(math.log2(problem.scale * 2 / (problem.softcap * NEAR)))
+    return 2.0**power if SMALLEST_FACTOR <= power < 0 else 1.0
