@@ -71,7 +71,8 @@ def has_mask(body: tuple[str, ...]) -> bool:
 def test_machine_code(dim: int, feature: str, extra: dict[str, Any], tmp_path: Path) -> None:
     config, kernel = common_kernel(problem(dim, dim, **FEATURES[feature], **extra))
     assert kernel.metadata.shared <= SHARED_BYTES
-    assert len(re.findall(rf"setmaxnreg.inc.sync.aligned.u32\s+{config.registers};", kernel.asm["ptx"])) == 2
+    # The first role has more registers before the others are there.
+    assert len(re.findall(rf"setmaxnreg.\w+.sync.aligned.u32\s+{config.registers};", kernel.asm["ptx"])) == 2
     code = disassembled(kernel, tmp_path)
     assert code.count("UTMALDG") >= 6, "K, V, Q, dO, LSE and delta are not all loaded by the copy engine"
     assert code.count("UTMASTG") >= 4
@@ -86,11 +87,14 @@ def test_machine_code(dim: int, feature: str, extra: dict[str, Any], tmp_path: P
     assert not abandoned_barriers(kernel.asm["ttgir"])
 
 
+@pytest.mark.parametrize("extra", [{}, DETERMINISTIC], ids=["default", "deterministic"])
 @pytest.mark.parametrize("feature", ["full", "full-odd", "causal", "top-left", "window", "left", "short"])
 @pytest.mark.parametrize("dim", DIMS)
-def test_the_loops_over_whole_blocks_spill_nothing(dim: int, feature: str, tmp_path: Path) -> None:
+def test_the_loops_over_whole_blocks_spill_nothing(
+    dim: int, feature: str, extra: dict[str, Any], tmp_path: Path
+) -> None:
     """A value that never changes may wait in memory, which costs a load; nothing may be written there."""
-    _, kernel = common_kernel(problem(dim, dim, **FEATURES[feature]))
+    _, kernel = common_kernel(problem(dim, dim, **FEATURES[feature], **extra))
     whole = [body for body in multiplying_loops(disassembled(kernel, tmp_path)) if not has_mask(body)]
     assert whole
     for body in whole:
@@ -114,9 +118,8 @@ def test_groups_let_pass_what_only_the_other_one_sees(feature: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("dim", DIMS)
-def test_machine_code_of_queries_alone(dim: int, feature: str, tmp_path: Path) -> None:
-    config, kernel = query_kernel(problem(dim, dim, **FEATURES[feature]))
+def test_machine_code_of_queries_alone(feature: str, tmp_path: Path) -> None:
+    config, kernel = query_kernel(problem(256, 256, **FEATURES[feature]))
     assert kernel.metadata.shared <= SHARED_BYTES
     code = disassembled(kernel, tmp_path)
     assert not code.count("UTMAREDG")
@@ -127,8 +130,6 @@ def test_machine_code_of_queries_alone(dim: int, feature: str, tmp_path: Path) -
     for body in loops:
         assert sum("HGMMA" in line for line in body) == 2 * config.dim // 16 + config.keys // 16
         assert sum("WARPGROUP.DEPBAR" in line for line in body) == 3, "the products are not asynchronous"
-        if dim < 256 and feature in ("full", "causal", "window"):
-            assert not stores_spilled(body)
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -158,6 +159,16 @@ def test_parts_of_walks_pass_sums_on_by_vectors(features: dict[str, Any], tmp_pa
         assert not stores_spilled(body)
 
 
+@pytest.mark.parametrize("features", [{}, {"band": CAUSAL}, {"packed": True}], ids=["full", "causal", "packed"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_dq_in_order_is_counted_once_it_is_in_memory(dim: int, features: dict[str, Any]) -> None:
+    _, kernel = common_kernel(problem(dim, dim, **features, **DETERMINISTIC))
+    ptx = kernel.asm["ptx"]
+    counts = re.findall(r"wait_group 0;\s+fence\.proxy\.async;\s+bar\.warp\.sync \S+;[^}]*red\.release\.gpu", ptx)
+    assert len(counts) == len(re.findall(r"red\.release\.gpu", ptx)) >= 2
+    assert len(re.findall(r"ld\.acquire\.gpu[^}]*bar\.warp\.sync \S+;\s+fence\.proxy\.async;", ptx)) == len(counts)
+
+
 @pytest.mark.parametrize("heads", [16, 64, None], ids=["alone", "grouped", "grouped-causal"])
 @pytest.mark.parametrize("length", [1024, 4096, 8192, 16384])
 @pytest.mark.parametrize("batch", [1, 2, 7])
@@ -184,7 +195,8 @@ def test_other_dimensions_compile(dim: int, dim_v: int, dtype: torch.dtype) -> N
     config, kernel = common_kernel(wanted)
     assert config.dim >= max(dim, dim_v)
     assert kernel.metadata.shared <= SHARED_BYTES
-    assert query_kernel(wanted)[1].metadata.shared <= SHARED_BYTES
+    if not config.sums_dq:
+        assert query_kernel(wanted)[1].metadata.shared <= SHARED_BYTES
 
 
 @pytest.mark.parametrize("length", [128, 1000, 8192, 131072])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from attend import Shape, Target, check, dense, normal, run
+from attend import Shape, Target, check, dense, normal, packed, run
 from oracle import Case, Result
 from tolerance import assert_close
 from torch import Tensor
@@ -111,12 +111,25 @@ def test_two_hundred_runs_give_the_same_bits(backend: Target, dim: int, determin
     stays(backend, case, {x: first[x] for x in first if deterministic or x != "dq"}, 200, deterministic)
 
 
+@pytest.mark.parametrize("deterministic", [False, True], ids=["default", "deterministic"])
+@pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize(("causal", "heads", "kv_heads"), [(False, 5, 5), (True, 8, 2)], ids=["full", "grouped-causal"])
-def test_long_walks_that_are_cut_give_the_same_bits(backend: Target, causal: bool, heads: int, kv_heads: int) -> None:
+def test_long_walks_that_are_cut_give_the_same_bits(
+    backend: Target, causal: bool, heads: int, kv_heads: int, dim: int, deterministic: bool
+) -> None:
     """160 tiles of keys fill a round of 132 processors and part of another; parts hand sums on to each other."""
-    case = dense(backend, Shape(1, heads, 4096, 4096, 128, kv_heads=kv_heads), torch.bfloat16, causal=causal)
-    first = check(backend, case)
-    stays(backend, case, {x: first[x] for x in first if x != "dq"}, 50)
+    case = dense(backend, Shape(1, heads, 4096, 4096, dim, kv_heads=kv_heads), torch.bfloat16, causal=causal)
+    first = check(backend, case, deterministic=deterministic)
+    stays(backend, case, {x: first[x] for x in first if deterministic or x != "dq"}, 50, deterministic)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("window", [None, (None, 0), (100, 0), (300, 200)], ids=str)
+def test_packed_sequences_give_the_same_bits(backend: Target, dim: int, window: tuple[int | None, int] | None) -> None:
+    lengths = [0, 700, 1, 1300, 128, 333]
+    sizes = {"heads": 4, "kv_heads": 4, "dim": dim, "slack": 50, "window": window}
+    case = packed(backend, lengths, lengths, torch.bfloat16, **sizes)
+    stays(backend, case, check(backend, case, deterministic=True), 50, True)
 
 
 def stays(backend: Target, case: Case, kept: Result, times: int, deterministic: bool = False) -> None:

@@ -25,11 +25,17 @@ PART_COST = 300
 SHORT, LONG = 1024, 4096
 """Queries up to which walks go forwards, and from which on some are cut."""
 
-STRETCH, ALL = 16, 1 << 20
-"""Blocks of one head at a time where others share the keys, 1024 queries, and where none do."""
+STRETCH, ALL = 1024, 1 << 20
+"""Queries of one head at a time where others share the keys, and blocks where none do."""
 
 L2_SECTION_BYTES = 28e6
 """Queries, their gradients and dO of the heads in work together: half of the H200's 60 MB L2."""
+
+LEAST_HEADS, LEAST_SHORT_HEADS = 8, 16
+"""Heads in work together where tiles add to dQ in order, at the least; and where heads share keys, or at D 64.
+
+The tiles of a head come to their first block one after another, 3 us apart (H200), which few heads would wait for.
+"""
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,8 @@ class BackwardConfig:
     `rotate`: blocks that share a head start at different queries. `stretch`: they walk from the last queries to the
     first, so many blocks of each head that shares the keys at a time; 0: from the first on, head after head. `parts`:
     some walks are cut, as `split` says. `skips`: a group lets blocks pass that only the other one sees. `lean`: V is
-    let go before K, and weights alone are masked.
+    let go before K, and weights alone are masked. `in_order`: tiles add to dQ in the order in which they are drawn;
+    `fresh`: the first one stores, and nothing is cleared before.
     """
 
     dim: int
@@ -65,6 +72,8 @@ class BackwardConfig:
     parts: bool = False
     skips: bool = False
     lean: bool = False
+    in_order: bool = False
+    fresh: bool = False
 
     @property
     def sums_dq(self) -> bool:
@@ -75,6 +84,31 @@ class BackwardConfig:
     def dq_columns(self) -> int:
         """Columns of dQ that one group makes of a tile."""
         return self.dim if self.dq == "turns" else self.dim // 2
+
+    @property
+    def dq_parts(self) -> int:
+        """How many groups make dQ of one step."""
+        return 2 if self.dq == "halves" else 1
+
+    @property
+    def few_registers(self) -> int:
+        """Registers of a third warp group beside two compute groups: three times 168 are shared out."""
+        return 504 - 2 * self.registers
+
+    @property
+    def draws(self) -> bool:
+        """Whether each program's first tile is drawn, too: some wait for those of lower numbers."""
+        return self.parts or self.in_order
+
+    @property
+    def across(self) -> bool:
+        """Whether the tiles of a section's heads are drawn by turns, else head after head."""
+        return self.has_hi or self.in_order
+
+    @property
+    def descending(self) -> bool:
+        """Whether the last keys come first: tiles drawn together then walk the diagonal without waiting."""
+        return self.in_order and self.has_hi and not self.has_lo and not self.grouped
 
     @property
     def wide(self) -> bool:
@@ -90,23 +124,23 @@ class BackwardConfig:
 def choose(problem: Problem) -> BackwardConfig:
     """The kernel for a problem, as measured on an H200 in BF16 (docs/journal.md has the runs).
 
-    dQ in turns: D 64 full N 8192 547 against 485 TFLOP/s in halves; D 128 527 against 559. A kernel of its own costs 10
-    to 20% there; above D 128, where a tile of 64 keys is all that fits, sums in global memory would take the time.
+    dQ in turns: D 64 full N 8192 547 against 485 TFLOP/s in halves; D 128 527 against 559. Above D 128, where a tile of
+    64 keys is all that fits, sums in global memory would take the time, and dQ has a kernel of its own.
     """
     dim = tile_dim(max(problem.dim, problem.dim_v))
     band = problem.band
     keys = 64 if dim == 256 else 128
+    rows = 128 if dim == 64 else 64
     masks = band.bounded or problem.packed or problem.len_k % keys != 0
-    sums_dq = dim < 256 and not problem.deterministic
+    sums_dq = dim < 256
+    in_order = adds_in_order(problem)
     grouped = problem.group > 1
-    plain = sums_dq and not problem.packed
-    backwards = plain and dim == 128 and (grouped or not masks) and band.lo is None and problem.len_q > SHORT
     # With a mask and heads that share keys it costs 1%: 64 heads on 8, causal.
-    lean = sums_dq and not problem.deterministic and not (grouped and masks)
+    lean = sums_dq and not in_order and not (grouped and masks)
     return BackwardConfig(
         dim,
         keys=keys,
-        rows=128 if dim == 64 else 64,
+        rows=rows,
         stages=2,
         exchanges=1 if dim == 256 else 2,
         registers=240,
@@ -117,16 +151,50 @@ def choose(problem: Problem) -> BackwardConfig:
         cleans=band.bounded or problem.packed,
         has_softcap=problem.softcap is not None,
         grouped=grouped,
-        dq="turns" if sums_dq and dim == 64 else "halves" if sums_dq else "none",
+        dq="turns" if dim == 64 else "halves" if sums_dq else "none",
         # Where a band hides something the walks start at different queries as it is; at D 128 it costs 1 to 2%.
-        rotate=not masks and dim != 128,
+        rotate=not masks and dim != 128 and not in_order,
         sequences=1 << problem.batch.bit_length() if problem.packed else 0,
-        stretch=(STRETCH if grouped else ALL) if backwards else 0,
-        parts=plain and split(problem)[2] > 1,
+        stretch=(STRETCH // rows if grouped and band.lo is None else ALL) if walks_backwards(problem, masks) else 0,
+        parts=sums_dq and not problem.packed and split(problem)[2] > 1,
         # At D 64 a block of queries is as long as a tile of keys.
         skips=lean and dim == 128 and band.bounded,
         lean=lean,
+        in_order=in_order,
+        fresh=in_order and all_see_keys(problem),
     )
+
+
+def adds_in_order(problem: Problem) -> bool:
+    """Whether tiles add to dQ in one order: where that is asked for, and where it is faster, as nothing is cleared.
+
+    H200, N 512 and 1024: D 64 1.13 and 1.05 causal, 1.03 full (N 1024); D 128 1.09 and 1.02 causal, where letting
+    blocks pass is worth 1.04, 1.06 and 1.02 full. Blocks of few queries would wait for many keys.
+    """
+    dim = tile_dim(max(problem.dim, problem.dim_v))
+    if problem.deterministic or dim == 256:
+        return dim < 256
+    longest = SHORT // 2 if dim == 128 and problem.band.bounded else SHORT
+    return problem.group == 1 and max(problem.len_q, problem.len_k) <= longest and all_see_keys(problem)
+
+
+def walks_backwards(problem: Problem, masks: bool) -> bool:
+    """Whether walks go from the last queries to the first."""
+    dim = tile_dim(max(problem.dim, problem.dim_v))
+    grouped, band = problem.group > 1, problem.band
+    if adds_in_order(problem):
+        return grouped or band.hi is None or band.lo is not None
+    plain = dim == 128 and not problem.packed and band.lo is None
+    return plain and (grouped or not masks) and problem.len_q > SHORT
+
+
+def all_see_keys(problem: Problem) -> bool:
+    """Whether each block of queries in the workspace is seen by some tile of keys."""
+    band = problem.band
+    shift = band.shift + (problem.len_k - problem.len_q if problem.align == "bottom-right" else 0)
+    if problem.packed or band.lo is not None or problem.len_q % PAD:
+        return False
+    return band.hi is None or band.hi + shift >= 0
 
 
 def head_rows(problem: Problem, rows_q: int) -> int:
@@ -144,9 +212,18 @@ def section(problem: Problem) -> int:
     """
     bytes_per_head = problem.len_q * (4 * problem.dim + 2 * (problem.dim + problem.dim_v))
     all_heads = problem.kv_heads if problem.packed else problem.kv_heads * problem.batch
-    most = int(min(max(L2_SECTION_BYTES // max(bytes_per_head, 1), 1), all_heads))
-    sizes = range((most + 1) // 2, most + 1)
+    least = min(least_heads(problem), all_heads)
+    most = int(min(max(L2_SECTION_BYTES // max(bytes_per_head, 1), least), all_heads))
+    sizes = range(max((most + 1) // 2, least), most + 1)
     return max(sizes, key=lambda size: 4 * ((all_heads - 1) % size + 1) / size + size / most)
+
+
+def least_heads(problem: Problem) -> int:
+    """How many heads a section takes at the least, so that tiles that add to dQ in order need not wait."""
+    dim = tile_dim(max(problem.dim, problem.dim_v))
+    if not adds_in_order(problem) or not walks_backwards(problem, masks=True):
+        return 1
+    return LEAST_SHORT_HEADS if problem.group > 1 or dim == 64 else LEAST_HEADS
 
 
 def key_tiles(problem: Problem) -> int:
@@ -199,15 +276,14 @@ class QueryConfig:
 
 
 def choose_query(problem: Problem) -> QueryConfig:
-    """The kernel of dQ alone for a problem."""
-    dim = tile_dim(max(problem.dim, problem.dim_v))
+    """The kernel of dQ alone for a problem above D 128."""
     band = problem.band
-    keys = 64 if dim == 256 else 128
+    keys = 64
     return QueryConfig(
-        dim,
+        tile_dim(max(problem.dim, problem.dim_v)),
         keys=keys,
-        k_stages={64: 3, 128: 2, 256: 2}[dim],
-        v_stages={64: 3, 128: 2, 256: 1}[dim],
+        k_stages=2,
+        v_stages=1,
         longest_first=band.hi is not None,
         has_lo=band.lo is not None,
         has_hi=band.hi is not None,

@@ -139,6 +139,7 @@ def _parts(config: BackwardConfig) -> dict[str, Any]:
     return {
         "part_sums": "*fp32" if config.parts else "constexpr",
         "part_turns": "*i32" if config.parts else "constexpr",
+        "dq_turns": "*i32" if config.in_order else "constexpr",
         "split": ("i32",) * 3 if config.parts else "constexpr",
     }
 
@@ -197,7 +198,8 @@ def compile_prepare(config: BackwardConfig, dtype: torch.dtype, dlse: str | None
         "dlse_strides": ("i64",) * 3,
         "lse_rows": "*fp32",
         "delta_rows": "*fp32",
-        "dq_rows": "*fp32" if config.sums_dq else "constexpr",
+        "dq_rows": "*fp32" if config.sums_dq and not config.fresh else "constexpr",
+        "dq_turns": "*i32" if config.in_order else "constexpr",
         "flat_rows": "*fp32" if config.sequences and not config.sums_dq else "constexpr",
         "sinks": f"*{sinks}" if sinks else "constexpr",
         "sink_terms": "*fp32" if sinks else "constexpr",
@@ -270,6 +272,8 @@ class Operands(NamedTuple):
     flat_delta: Any
     """LSE and delta without gaps between sequences, for the kernel of dQ alone."""
     sink_terms: Any
+    dq_turns: Any
+    """Tiles of keys that have added to each block of dQ, where they do so in order."""
     part_sums: Any
     """dK and dV of tiles whose walk is cut into parts."""
     part_turns: Any
@@ -306,6 +310,7 @@ def scratch(problem: Problem, shape: Shape, config: BackwardConfig, sinks: bool)
         new((shape.total, config.dim)) if config.sums_dq else None,
         *(new((2, problem.heads, shape.rows_q)) if flat else (None, None)),
         new(shape.total // ROWS) if sinks else None,
+        torch.empty(shape.total // ROWS, dtype=torch.int32, device=problem.device) if config.in_order else None,
         new((cut, 2, 2, 64 * config.dim)) if cut else None,
         *zeros(problem.device, 2 * cut, int(config.cleans)),
     )
@@ -376,7 +381,7 @@ def _before(problem: Problem, use: BackwardPlan, shape: Shape, x: Operands) -> A
     return (
         *(x.out, strides_of(x.out), x.dout, strides_of(x.dout), x.lse, _row_strides(x.lse)[:2]),
         *(x.dlse, (0, 0, 0) if x.dlse is None else _row_strides(x.dlse)),
-        *(x.lse_rows, x.delta_rows, x.dq_rows, x.flat_lse),
+        *(x.lse_rows, x.delta_rows, None if use.config.fresh else x.dq_rows, x.dq_turns, x.flat_lse),
         *(None if x.sink_terms is None else x.sinks, x.sink_terms, x.flag, x.q, strides_of(x.q), x.cu_seqlens_q),
         (problem.batch, problem.heads, shape.rows_q, shape.head_rows, problem.dim_v, problem.dim),
         *(ROWS, use.config.dim, use.config.sequences),
@@ -394,7 +399,7 @@ def _key_value(problem: Problem, use: BackwardPlan, shape: Shape, x: Operands) -
         *(x.dk, (*strides_of(x.dk)[1:], problem.dim)),
         *(x.dv, (*strides_of(x.dv)[1:], problem.dim_v)),
         *(x.cu_seqlens_q, x.cu_seqlens_k, x.slopes, x.counter),
-        *(x.part_sums, x.part_turns, table.split(problem) if config.parts else None),
+        *(x.part_sums, x.part_turns, x.dq_turns, table.split(problem) if config.parts else None),
         (problem.batch, shape.rows_q, shape.rows_k, problem.kv_heads, table.section(problem)),
         (shape.head_rows, problem.group),
         *(_band(problem), problem.scale, problem.softcap, config, *use.steps),

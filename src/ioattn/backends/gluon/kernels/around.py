@@ -63,6 +63,7 @@ def prepare(
     lse_rows,
     delta_rows,
     dq_rows,
+    dq_turns,
     flat_rows,
     sinks,
     sink_terms,
@@ -93,6 +94,8 @@ def prepare(
     len_rows = len_q.to(tl.int64)
     if dq_rows is not None:
         tl.store(dq_rows + to[:, None] * DIM + col[None, :], tl.zeros([ROWS, DIM], tl.float32))
+    if dq_turns is not None:
+        tl.store(dq_turns + tl.program_id(0), 0)
     if SEQUENCES > 0:
         sequence, offset, len_q, start = placed(row, cu_seqlens, batch, len_q, SEQUENCES)
         at -= start

@@ -1,8 +1,12 @@
-"""The backward kernel for Hopper: one loader and two compute groups per block, on a persistent grid."""
+"""The backward kernel for Hopper: one loader and two compute groups per block, on a persistent grid.
+
+Where dQ is summed in order two warps beside the loader's add it.
+"""
 
 from ioattn.backends.gluon.kernels.backward_call import GROUP_KEYS, BackwardCall, Derivative, Parts, Target
 from ioattn.backends.gluon.kernels.differentiate import differentiate
 from ioattn.backends.gluon.kernels.differentiate_wide import differentiate_wide
+from ioattn.backends.gluon.kernels.in_order import add_0, add_1, order
 from ioattn.backends.gluon.kernels.key_tiles import KeySchedule, QueryBand, key_board
 from ioattn.backends.gluon.kernels.load_backward import load_backward
 from ioattn.backends.gluon.kernels.names import gl, gluon
@@ -32,12 +36,37 @@ def staging(config: gl.constexpr, q_desc, dq_desc, dk_desc, rings):
     """Where dQ is staged, and at the end of a tile dK and dV."""
     if config.sums_dq:
         FLAT: gl.constexpr = dq_desc.block_type.shape
-        dq_tiles = gl.allocate_shared_memory(gl.float32, [2, FLAT[0], FLAT[1]], dq_desc.layout)
+        BUFFERS: gl.constexpr = 2 * config.dq_parts if config.in_order else 2
+        dq_tiles = gl.allocate_shared_memory(gl.float32, [BUFFERS, FLAT[0], FLAT[1]], dq_desc.layout)
     elif config.wide:
         dq_tiles = rings[0].buffers
     else:
         dq_tiles = gl.allocate_shared_memory(q_desc.dtype, [2, 1, 1, GROUP_KEYS, config.dim], dk_desc.layout)
     return dq_tiles
+
+
+@gluon.jit
+def run_roles(call, loads, config: gl.constexpr):
+    """Let the loader, which is handed `loads`, the compute groups and, if any, the adders run side by side."""
+    if config.in_order:
+        # One warp group holds the loader and the adders, a warp each.
+        gl.warp_specialize(
+            [
+                (differentiate_0, (call,)),
+                (differentiate_1, (call,)),
+                (load_backward, loads),
+                (add_0, (call,)),
+                (add_1, (call,)),
+            ],
+            [4, 1, 1, 1],
+            [config.registers, config.few_registers, config.few_registers, config.few_registers],
+        )
+    else:
+        gl.warp_specialize(
+            [(load_backward, loads), (differentiate_0, (call,)), (differentiate_1, (call,))],
+            [4, 4],
+            [config.registers, config.registers],
+        )
 
 
 @gluon.jit
@@ -61,6 +90,7 @@ def backward(
     counter,
     part_sums,
     part_turns,
+    dq_turns,
     split,
     sizes,
     rows,
@@ -99,22 +129,14 @@ def backward(
     call = BackwardCall(
         rings,
         (dscores, weights, sloped),
-        key_board(GROUPS),
+        key_board(GROUPS + (2 if config.in_order else 0)),
         QueryBand(band, config),
         Derivative(scale, softcap, slopes, step, dstep, config.has_softcap),
         (Target(dk_desc, dk, dk_strides), Target(dv_desc, dv, dv_strides)),
         dq_desc,
-        dq_tiles,
+        (dq_tiles, order(dq_turns, config)),
         (schedule.group, schedule.head_rows),
         Parts(part_sums, part_turns),
         config,
     )
-    gl.warp_specialize(
-        [
-            (load_backward, (call, schedule, k_desc, v_desc, q_desc, dout_desc, lse_desc, delta_desc)),
-            (differentiate_0, (call,)),
-            (differentiate_1, (call,)),
-        ],
-        [4, 4],
-        [config.registers, config.registers],
-    )
+    run_roles(call, (call, schedule, k_desc, v_desc, q_desc, dout_desc, lse_desc, delta_desc), config)

@@ -1,6 +1,7 @@
 """What the roles of one launch of the backward share: layouts, score formula, results, rings."""
 
 from ioattn.backends.gluon.kernels.call import LOG2E
+from ioattn.backends.gluon.kernels.in_order import Order
 from ioattn.backends.gluon.kernels.key_tiles import KeyBoard, QueryBand
 from ioattn.backends.gluon.kernels.names import aggregate, gl, gluon, tma
 from ioattn.backends.gluon.kernels.pipeline import Exchange, Ring, RowRing
@@ -182,6 +183,7 @@ class BackwardCall:
     dv: Target
     dq_desc: object
     dq_tiles: gl.shared_memory_descriptor
+    order: Order
     group: object
     head_rows: object
     parts: Parts
@@ -197,7 +199,7 @@ class BackwardCall:
         self.scoring = scoring
         self.dk, self.dv = targets
         self.dq_desc = gl.constexpr(None) if dq_desc is None else dq_desc
-        self.dq_tiles = dq_tiles
+        self.dq_tiles, self.order = dq_tiles
         self.group, self.head_rows = heads if config.grouped else (gl.constexpr(1), gl.constexpr(0))
         self.parts = parts
         self.layouts = BackwardLayouts(config.rows, config.columns, config.dq_columns)

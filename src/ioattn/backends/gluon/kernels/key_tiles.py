@@ -119,6 +119,7 @@ class QueryBand:
     masks: gl.constexpr
     turns: gl.constexpr
     cut: gl.constexpr
+    descending: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(self, band, config):
@@ -128,6 +129,7 @@ class QueryBand:
         self.bottom_right = gl.constexpr(config.bottom_right)
         self.masks = gl.constexpr(config.masks)
         self.turns = gl.constexpr(config.rotate)
+        self.descending = gl.constexpr(config.descending)
         self.cut = gl.constexpr(config.parts and not config.masks)
 
     @gluon.jit
@@ -176,6 +178,17 @@ class QueryBand:
         else:
             queries = Queries(first, whole - first, edges, whole, whole_end, None)
         return queries
+
+    @gluon.jit
+    def tiles_before(self, tile, block, keys: gl.constexpr, rows: gl.constexpr):
+        """How many tiles of keys before this one are seen by a block of queries that sees this one."""
+        before = tile.k_start // keys
+        if self.descending:
+            last = gl.minimum(block * rows + (rows - 1), tile.len_q - 1) + self.shift_of(tile) + self.hi
+            before = gl.minimum(last, tile.len_k - 1) // keys - before
+        elif self.has_lo:
+            before -= gl.maximum(block * rows + self.shift_of(tile) + self.lo, 0) // keys
+        return before
 
     @gluon.jit
     def keeps(self, tile, keys, queries, origin, number: gl.constexpr):
@@ -294,9 +307,11 @@ class KeySchedule:
     together: object
     parts: object
     is_cut: gl.constexpr
+    draws: gl.constexpr
     keys: gl.constexpr
     sequences: gl.constexpr
-    has_hi: gl.constexpr
+    across: gl.constexpr
+    descending: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(self, counter, cu_seqlens_q, cu_seqlens_k, sizes, rows, split, config):
@@ -307,9 +322,11 @@ class KeySchedule:
         self.head_rows, self.group = rows
         self.whole, self.together, self.parts = split if config.parts else (gl.constexpr(1),) * 3
         self.is_cut = gl.constexpr(config.parts)
+        self.draws = gl.constexpr(config.draws)
         self.keys = gl.constexpr(config.keys)
         self.sequences = gl.constexpr(config.sequences)
-        self.has_hi = gl.constexpr(config.has_hi)
+        self.descending = gl.constexpr(config.descending)
+        self.across = gl.constexpr(config.across)
 
     @gluon.jit
     def ends(self):
@@ -346,7 +363,7 @@ class KeySchedule:
         Where tiles wait for those of lower numbers it is drawn, too: programs that do not run yet must have none.
         """
         index = gl.program_id(0)
-        if self.is_cut:
+        if self.draws:
             index = self.next()
         return index
 
@@ -354,7 +371,7 @@ class KeySchedule:
     def next(self):
         """The number of the tile to do next."""
         index = gl.atomic_add(self.counter, 1, sem="relaxed")
-        if not self.is_cut:
+        if not self.draws:
             index += gl.num_programs(0)
         return index
 
@@ -401,9 +418,11 @@ class KeySchedule:
         first = index // per_section * self.section
         rest = index % per_section
         width = gl.minimum(self.section, all_heads - first)
-        if self.has_hi:
+        if self.across:
             key_tile = rest // width
             head = first + rest % width
+            if self.descending:
+                key_tile = key_tiles - 1 - key_tile
         else:
             key_tile = rest % key_tiles
             head = first + rest // key_tiles

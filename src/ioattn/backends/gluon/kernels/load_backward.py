@@ -80,6 +80,11 @@ def load_backwards(call, tile, q_offset, queries, place, descs):
     """The same in the order of `walk_backwards`."""
     STRETCH: gl.constexpr = call.config.stretch
     first_member, last_member = call.members(tile)
+    if call.config.has_lo:
+        for member in range(first_member, last_member):
+            for n in range(queries.edges - queries.before):
+                block = queries.edge(queries.edges - 1 - n)
+                place = load_block(call, tile, q_offset, place, descs, member, block)
     for n in range(queries.stretches(STRETCH)):
         first, last = queries.stretch(n, STRETCH)
         for member in range(first_member, last_member):
@@ -87,8 +92,8 @@ def load_backwards(call, tile, q_offset, queries, place, descs):
                 place = load_block(call, tile, q_offset, place, descs, member, last - 1 - back)
     if call.config.masks:
         for member in range(first_member, last_member):
-            for n in range(queries.edges):
-                block = queries.edge(queries.edges - 1 - n)
+            for n in range(queries.before):
+                block = queries.edge(queries.before - 1 - n)
                 place = load_block(call, tile, q_offset, place, descs, member, block)
     return place
 
