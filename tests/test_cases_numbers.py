@@ -67,6 +67,17 @@ def test_c11_scale_does_not_touch_the_bias(backend: Target, scale: float) -> Non
     check(backend, case)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_sink_that_is_nan_reaches_its_head(backend: Target, causal: bool, dtype: torch.dtype) -> None:
+    """As long as row maxima start at the sink: a maximum of a NaN and a number is the number."""
+    case = dense(backend, Shape(2, 2, 70, dim=128), dtype, sinks=True, causal=causal)
+    case.tensors["sinks"][1] = math.nan
+    out = run(backend, case, gradients=False)["out"]
+    assert out[:, 0].isfinite().all()
+    assert out[:, 1].isnan().all()
+
+
 @pytest.mark.parametrize("feature", ["causal", "bias", "packed"])
 def test_c13_softcap_of_scores_far_beyond_the_cap(backend: Target, feature: str) -> None:
     if feature == "packed":

@@ -27,6 +27,7 @@ FEATURES = {
     "full": {},
     "full-odd": {"len_k": 1000},
     "causal": {"band": CAUSAL},
+    "causal-2048": {"band": CAUSAL, "len_q": 2048, "len_k": 2048},
     "top-left": {"band": CAUSAL, "align": "top-left"},
     "window": {"band": WINDOW},
     "left": {"band": Band(lo=-64)},
@@ -136,6 +137,25 @@ def test_the_loops_over_keys_spill_nothing(dim: int, feature: str, tmp_path: Pat
             assert not [line for line in body if re.search(r"\b(LDL|STL)\b", line)]
 
 
+@pytest.mark.parametrize("feature", ["full", "causal", "causal-2048", "short"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_what_a_step_compares(dim: int, feature: str, tmp_path: Path) -> None:
+    """Row maxima only where they may be -inf, and places in rings not where masks find them."""
+    config, kernel = compiled(problem(dim, dim, **FEATURES[feature]))
+    unmasked = min(disassembled(kernel, tmp_path).pipelines(), key=len)
+    assert any("FSEL" in line for line in unmasked) != config.finite_max
+    assert not (config.place_masks and any("USEL" in line for line in unmasked))
+
+
+@pytest.mark.parametrize("feature", ["full", "full-odd", "short"])
+def test_two_tiles_of_queries_have_barriers_of_their_own(feature: str) -> None:
+    config, kernel = compiled(problem(128, 128, **FEATURES[feature]))
+    assert config.query_stages == 2
+    assert kernel.metadata.shared + 1024 <= table.SHARED_BYTES + 1024
+    queries = 2 * config.groups
+    assert kernel.asm["ttgir"].count(f"!ttg.memdesc<{queries}x1x1x{table.GROUP_ROWS}x128xbf16") > 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize(("dim", "dim_v"), [(192, 128), (64, 256), (40, 72), (256, 64)])
 def test_other_dimensions_compile(dim: int, dim_v: int, dtype: torch.dtype) -> None:
@@ -208,6 +228,16 @@ def test_sections_cover_all_heads_evenly(heads: int, length: int) -> None:
     size = table.section(wanted)
     assert 1 <= size <= heads
     assert size == 1 or size * length * 512 <= table.L2_SECTION_BYTES
+    assert size <= table.SECTION_SHARE
+
+
+def test_short_sections_leave_room_for_shorter_rows() -> None:
+    """A section's longest rows must not take all programs: they fetch keys, and rows that are shorter find them."""
+    sizes = {"batch": 32, "heads": 16, "kv_heads": 16, "len_q": 512, "len_k": 512}
+    causal, full = (table.section(problem(128, 128, **sizes, band=band)) for band in (CAUSAL, Band()))
+    assert causal <= table.SECTION_SHARE < full
+    assert table.section(problem(128, 128, **sizes | {"kv_heads": 4}, band=CAUSAL)) > 2 * causal
+    assert table.section(problem(64, 64, **sizes, band=CAUSAL)) > 2 * causal
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,13 @@ L2_SECTION_BYTES = 28e6
 20, 28, 40 and 60 MB, causal, TFLOP/s: N 2048 D 128 551, 558, 543, 544; N 512 D 256 288, 319, 282, 307; N 8192 alike.
 """
 
+SECTION_SHARE = 132 // 5
+"""Heads of keys and values in a causal section, for each block of a multiprocessor: a fifth of the H200's 132.
+
+A section's longest rows fetch all of its keys from memory; with few heads, shorter rows work beside them. D 128 causal,
+26 heads / what L2 holds: N 512 347 / 341 TFLOP/s, N 1024 483 / 473. D 64 N 1024, 64, 86 / 103 heads: 353, 357 / 351.
+"""
+
 
 @dataclass(frozen=True)
 class Config:
@@ -36,6 +43,12 @@ class Config:
     """In how many parts, one after the other, a group's result goes through its buffer in shared memory: 1 or 2."""
     ping_pong: bool = False
     wait_after_max: bool = False
+    query_stages: int = 1
+    """How many tiles of queries there is room for: with 2 the next tile's come while this one's are still needed."""
+    place_masks: bool = False
+    """Whether compute groups find the next of two or four buffers by masks, not by comparing."""
+    finite_max: bool = False
+    """Whether row maxima start at the lowest number: from -inf on, each block asks if a row has seen a key."""
     thread_sums: bool = False
     """Whether each thread sums what it holds of a row, and a row's four threads meet only when the tile ends."""
     early_decay: bool = False
@@ -87,7 +100,7 @@ def tiles(problem: Problem) -> Config:
     # 719. Registers as at D 128: causal N 8192 with 24 for the loader 762 / 737. The wait: causal N 8192 643 / 614.
     # Sums by threads: causal N 8192 719 / 701; full, with the wait, which costs 1% without them, 723 / 711. Their
     # decay early: causal N 2048 588 / 600, N 8192 718 / 741. Arrivals by warp: causal N 2048 613 / 610, N 8192 680
-    # / 677, full 686 / 664, 709 / 681.
+    # / 677, full 686 / 664, 709 / 681. Finite maxima: causal N 2048 631 / 630, full N 8192 711 / 732.
     return Config(
         dim,
         dim_v,
@@ -115,6 +128,13 @@ def _tiles_128(problem: Problem, dim: int, dim_v: int, bounded: bool) -> Config:
     """
     narrow = bounded and problem.len_k <= 512
     crowded = problem.packed or problem.band.lo is not None
+    # Finite maxima: full N 2048 669 / 659, N 8192 671 / 662; causal with the wait, and places by masks, N 2048 571 /
+    # 568 and 590 / 585, N 8192 649 / 648 and 647 / 649, N 16384 637 / 640; without it N 2048 548 / 574, a window of
+    # 1024 524 / 544.
+    light = not bounded or (not crowded and problem.len_k <= 2048)
+    # Two tiles of queries: causal N 512 339 / 322, N 1024 468 / 465, N 2048 565 / 568, full 665 / 659, 664 / 662.
+    # Places by masks, with both: causal N 512 347 / 343, full 672 / 670, 673 / 670.
+    roomy = not bounded or (not crowded and narrow)
     return Config(
         dim,
         dim_v,
@@ -122,7 +142,10 @@ def _tiles_128(problem: Problem, dim: int, dim_v: int, bounded: bool) -> Config:
         keys=64 if narrow else 128,
         stages=4 if narrow else 2,
         registers=232 if crowded else 240,
-        wait_after_max=not bounded,
+        query_stages=2 if roomy else 1,
+        wait_after_max=light and not narrow,
+        place_masks=light,
+        finite_max=light,
         thread_sums=True,
         early_decay=True,
         by_warp=True,
@@ -131,13 +154,14 @@ def _tiles_128(problem: Problem, dim: int, dim_v: int, bounded: bool) -> Config:
 
 def _tiles_64(problem: Problem, bounded: bool) -> Config:
     """The same where both head dimensions are at most 64."""
-    longest = max(problem.len_q, problem.len_k)
+    longest, band = max(problem.len_q, problem.len_k), problem.band
     if bounded and longest <= (1024 if problem.packed else 2048):
         # Blocks of one group, whose ends hide behind each other's products; each fetches K and V for 64 rows only, and
         # at longer N L2 is the limit. Causal, against more groups in one block: N 512 273 / 222, N 1024 359 / 318,
         # N 2048 417 / 413, N 8192 427 / 482; packed, up to 1000 rows each 286 / 232, up to 2048 354 / 362. The decay of
-        # sums early: causal N 512 268 / 264, N 1024 359 / 356, N 2048 386 / 379.
-        return Config(64, 64, groups=1, keys=64, stages=3, registers=136, beside=3, thread_sums=True, early_decay=True)
+        # sums early: causal N 512 268 / 264, N 1024 359 / 356, N 2048 386 / 379. Finite maxima: N 1024 366 / 364.
+        three = Config(64, 64, groups=1, keys=64, stages=3, registers=136, beside=3, thread_sums=True, early_decay=True)
+        return replace(three, finite_max=band.lo is None and not problem.packed)
     if not bounded and longest <= 512:
         # The same where no diagonal asks for few keys per step: N 512 404 / 390, N 768 434 / 485. The decay
         # of sums early: N 512 382 / 378.
@@ -147,7 +171,8 @@ def _tiles_64(problem: Problem, bounded: bool) -> Config:
         return Config(64, 64, groups=2, keys=128, stages=4, registers=240, ping_pong=True)
     # In turn: full N 2048 511 / 473. Waiting for P V after the row maximum: full N 8192 540 / 530, causal -1%. Sums by
     # threads: full N 2048 517 / 513, causal N 8192 494 / 499. Their decay early: full N 2048 529 / 525,
-    # N 8192 534 / 533. Arrivals by warp: causal N 8192 506 / 512, full 534 / 534, a window of 1024 387 / 383.
+    # N 8192 534 / 533. Arrivals by warp: causal N 8192 506 / 512, full 534 / 534, a window of 1024 387 / 383. Finite
+    # maxima: full N 8192 544 / 540, causal 514 / 517.
     return Config(
         64,
         64,
@@ -157,6 +182,7 @@ def _tiles_64(problem: Problem, bounded: bool) -> Config:
         registers=160,
         ping_pong=True,
         wait_after_max=not bounded,
+        finite_max=not bounded,
         thread_sums=not bounded,
         early_decay=True,
     )
@@ -207,12 +233,14 @@ def divisor(by: int) -> tuple[int, int, int]:
 def section(problem: Problem) -> int:
     """How many query heads a section of the schedule takes.
 
-    Their keys and values should stay in L2 together, and the last section should not be much smaller than the others:
-    when few heads are left, the blocks run out of long tiles to share.
+    Their keys and values should stay in L2 together, and not all be fetched at once. The last section should not be
+    much smaller than the others: when few heads are left, the blocks run out of long tiles to share.
     """
     bytes_per_head = problem.len_k * (problem.dim + problem.dim_v) * 2 / problem.group
     all_heads = problem.heads if problem.packed else problem.heads * problem.batch
     most = int(min(max(L2_SECTION_BYTES // max(bytes_per_head, 1), 1), all_heads))
+    if problem.band.hi is not None and not problem.packed and max(problem.dim, problem.dim_v) <= 128:
+        most = min(most, SECTION_SHARE * tiles(problem).beside * problem.group)
     sizes = range((most + 1) // 2, most + 1)
     return max(sizes, key=lambda size: ((all_heads - 1) % size + 1) / size + size / most)
 

@@ -7,6 +7,7 @@ from ioattn.backends.gluon.kernels.tiles import Band, Board, Divisor
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
 INF = gl.constexpr(float("inf"))
+LOWEST = gl.constexpr(-3.4028234663852886e38)  # of float32
 
 
 @aggregate

@@ -4,7 +4,7 @@ It issues the scores of the next block of keys before it multiplies the weights 
 cores work while it computes exponentials. Notation and order of operations are those of `ioattn.backends.eager`.
 """
 
-from ioattn.backends.gluon.kernels.call import INF
+from ioattn.backends.gluon.kernels.call import INF, LOWEST
 from ioattn.backends.gluon.kernels.finish import finish
 from ioattn.backends.gluon.kernels.names import aggregate, gl, gluon, tma, warpgroup_mma, warpgroup_mma_wait
 from ioattn.backends.gluon.kernels.pipeline import Cursor, start
@@ -31,9 +31,9 @@ class State:
         self.turn = turn
 
     @gluon.jit
-    def ahead(self):
+    def ahead(self, by_masks: gl.constexpr):
         """The same softmax, one block further in the rings."""
-        return State(self.acc, self.row_max, self.row_sum, self.place.next(), self.turn)
+        return State(self.acc, self.row_max, self.row_sum, self.place.next(by_masks), self.turn)
 
 
 @gluon.jit
@@ -57,15 +57,16 @@ def compute(call):
     """One compute group: 64 query rows of each tile."""
     group = group_number(call)
     post = start(2)
-    q_place = start(call.config.groups).at(group)
+    q_round = start(call.config.query_stages)
     place = start(call.config.stages)
     turn = start(1)
     tile = call.board.read(post)
     while tile.alive != 0:
+        q_place = q_round.at(q_round.index * call.config.groups + group)
         place, turn = attend(call, tile, post, q_place, place, turn, group)
         call.board.release(post)
         post = post.next()
-        q_place = q_place.again()
+        q_round = q_round.next(by_masks=True)
         tile = call.board.read(post)
     tma.store_wait(0)
 
@@ -83,6 +84,8 @@ def attend(call, tile, post, q_place, place, turn, group):
     keys = call.band.blocks(tile, row, GROUP_ROWS, KEYS).within(block_keys)
     rows = row + gl.arange(0, GROUP_ROWS, layouts.row)
     row_max, row_sum = call.scoring.first_row_state(tile, GROUP_ROWS, layouts.row)
+    if config.finite_max:
+        row_max = gl.where(row_max == -INF, LOWEST, row_max)  # a NaN of a sink stays
     row_sum = spread(row_sum, gl.zeros([GROUP_ROWS, KEYS], gl.float32, layouts.scores), config.thread_sums)
     acc = gl.zeros([GROUP_ROWS, DIM_V], gl.float32, layouts.acc)
     q_tile = call.queries.get(q_place)
@@ -167,7 +170,7 @@ def step(call, tile, q_tile, rows, block, state, weights, group):
 
     `state.place` is where that tile lies.
     """
-    ahead = state.ahead()
+    ahead = state.ahead(call.config.place_masks)
     scores = multiply_keys(call, q_tile, ahead, group)
     v_tile = call.values.get(state.place)
     acc = warpgroup_mma(weights, v_tile, state.acc, is_async=True)
@@ -197,7 +200,8 @@ def end(call, state, weights):
     acc = warpgroup_mma(weights, v_tile, state.acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
     call.values.release(state.place)
-    return State(acc, state.row_max, state.row_sum, state.place.next(), state.turn)
+    place = state.place.next(call.config.place_masks)
+    return State(acc, state.row_max, state.row_sum, place, state.turn)
 
 
 @gluon.jit
@@ -240,7 +244,9 @@ def shape_scores(call, tile, scores, rows, block, MASKED: gl.constexpr):
 @gluon.jit
 def exponentials(call, scores, row_max, old_max, row_sum, factor):
     """Weights of a block, the factor by which what was summed before shrinks, and the new row sums."""
-    finite_max = gl.where(row_max == -INF, 0.0, row_max)  # a row that has seen no key yet: exp2(-inf - 0) is 0
+    finite_max = row_max
+    if not call.config.finite_max:
+        finite_max = gl.where(row_max == -INF, 0.0, row_max)  # a row that has seen no key yet: exp2(-inf - 0) is 0
     weights = gl.exp2(scores * factor - finite_max[:, None])
     decay = gl.exp2(old_max - finite_max)
     return weights, decay, add_block(row_sum, decay, weights, call.config.thread_sums, call.config.early_decay)

@@ -37,7 +37,7 @@ def forward(
     """The kernel: sets the stage, then the loader and the compute groups run side by side."""
     GROUPS: gl.constexpr = config.groups
     ARRIVALS: gl.constexpr = 4 if config.by_warp else 1
-    queries = ring(q_desc, GROUPS, ARRIVALS)
+    queries = ring(q_desc, config.query_stages * GROUPS, ARRIVALS)
     rings = (
         queries,
         ring(k_desc, config.stages, GROUPS * ARRIVALS),

@@ -10,7 +10,7 @@ def load(call, schedule, q_desc, k_desc, v_desc):
     """The loader: posts tiles and keeps the rings of Q, K and V filled."""
     slot = gl.allocate_shared_memory(gl.int32, [32 * gl.num_warps()], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     post = start(2)
-    q_round = start(call.config.groups)
+    q_round = start(call.config.query_stages)
     place = start(call.config.stages)
     landed = start(1)
     ends = schedule.ends()
@@ -32,7 +32,7 @@ def load(call, schedule, q_desc, k_desc, v_desc):
                 place = load_once(call, tile, post, q_round, place, q_desc, k_desc, v_desc)
         else:
             place = load_once(call, tile, post, q_round, place, q_desc, k_desc, v_desc)
-        q_round = q_round.again()
+        q_round = q_round.next(by_masks=True)
         post = post.next()
         older = newer
         newer = gl.where(again, -1, current)
@@ -81,7 +81,7 @@ def load_queries(call, tile, q_round, q_desc):
     GROUPS: gl.constexpr = call.config.groups
     for group in gl.static_range(GROUPS):
         row = tile.q_offset + tile.q_start + group * GROUP_ROWS
-        call.queries.fill(q_round.at(group), q_desc, [tile.batch, tile.head, row, 0])
+        call.queries.fill(q_round.at(q_round.index * GROUPS + group), q_desc, [tile.batch, tile.head, row, 0])
 
 
 @gluon.jit

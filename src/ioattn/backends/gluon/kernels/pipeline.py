@@ -22,11 +22,20 @@ class Cursor:
         self.size = gl.constexpr(size)
 
     @gluon.jit
-    def next(self):
-        """The next buffer."""
-        index = self.index + 1
-        round_trip = index == self.size
-        return Cursor(gl.where(round_trip, 0, index), self.parity ^ round_trip.to(gl.int32), self.size)
+    def next(self, by_masks: gl.constexpr = False):
+        """The next buffer. `by_masks`: with fewer instructions where there are two or four."""
+        if self.size == 1:
+            then = self.again()
+        elif by_masks and self.size == 2:
+            then = Cursor(self.index ^ 1, self.parity ^ self.index, self.size)
+        elif by_masks and self.size == 4:
+            index = self.index + 1
+            then = Cursor(index & 3, self.parity ^ (index >> 2), self.size)
+        else:
+            index = self.index + 1
+            round_trip = index == self.size
+            then = Cursor(gl.where(round_trip, 0, index), self.parity ^ round_trip.to(gl.int32), self.size)
+        return then
 
     @gluon.jit
     def previous(self):
