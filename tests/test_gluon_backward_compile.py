@@ -163,7 +163,7 @@ def test_parts_of_walks_pass_sums_on_by_vectors(features: dict[str, Any], tmp_pa
 @pytest.mark.parametrize("dim", [64, 128])
 def test_dq_in_order_is_counted_once_it_is_in_memory(dim: int, features: dict[str, Any]) -> None:
     _, kernel = common_kernel(problem(dim, dim, **features, **DETERMINISTIC))
-    ptx = kernel.asm["ptx"]
+    ptx = re.sub(r"\t\.loc.*\n", "", kernel.asm["ptx"])
     counts = re.findall(r"wait_group 0;\s+fence\.proxy\.async;\s+bar\.warp\.sync \S+;[^}]*red\.release\.gpu", ptx)
     assert len(counts) == len(re.findall(r"red\.release\.gpu", ptx)) >= 2
     assert len(re.findall(r"ld\.acquire\.gpu[^}]*bar\.warp\.sync \S+;\s+fence\.proxy\.async;", ptx)) == len(counts)

@@ -104,6 +104,7 @@ class Run:
         self.flag = torch.zeros(1, dtype=torch.int32)
         self.lse_rows, self.delta_rows = torch.empty((2, self.total))
         self.dq_rows = torch.empty((self.total, DIM))
+        self.dq_turns = torch.full((self.total // 64,), -1, dtype=torch.int32)
         self.sizes = (problem.batch, problem.heads, rows, self.head_rows)
 
     def inputs(self) -> Tensors:
@@ -123,7 +124,7 @@ class Run:
         q = self.tensors.q
         around.prepare[(self.total // 64,)](
             *(self.out, strides_of(self.out), self.dout, strides_of(self.dout), self.lse, lse_strides),
-            *(None, (0, 0, 0), self.lse_rows, self.delta_rows, self.dq_rows, None, sinks, terms),
+            *(None, (0, 0, 0), self.lse_rows, self.delta_rows, self.dq_rows, self.dq_turns, None, sinks, terms),
             *(self.flag, q, strides_of(q), self.tensors.cu_seqlens_q),
             *((*self.sizes, self.problem.dim_v, self.problem.dim), 64, DIM, self.sequences),
         )
@@ -157,6 +158,7 @@ def test_the_flag_is_raised_for_what_may_leak(run: Run) -> None:
     run.prepare()
     assert run.flag.item() == (run.case.poison is not None)
     assert not run.dq_rows.any()
+    assert not run.dq_turns.any()
 
 
 def test_terms_of_sinks_lie_where_their_heads_do(run: Run) -> None:

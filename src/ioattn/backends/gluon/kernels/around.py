@@ -78,7 +78,8 @@ def prepare(
 ):
     """For a tile of rows: delta = rowsum(dO * O) - dLSE, the LSE in powers of two, and zeros for dQ.
 
-    The flag says that a row that some keys do not see is not finite: 0 * NaN is NaN. It is zero at first.
+    The flag says that a row that some keys do not see is not finite: 0 * NaN is NaN. It is zero at first. `dq_turns`
+    counts the tiles of keys that have added to dQ.
 
     Where dQ has a kernel of its own it needs no zeros, and that kernel finds LSE and delta of packed rows in
     `flat_rows`.
