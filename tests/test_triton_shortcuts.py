@@ -114,3 +114,11 @@ def test_tensor_cores_start_from_a_bias(tmp_path: Path) -> None:
     assert sum("FFMA" in i for i in full) == 32 + 2 * 2
     unscaled, *_ = forward(torch.bfloat16, 64, Options(scale=0.1), tmp_path, **BIAS).loops()
     assert sum("FFMA" in i for i in unscaled) >= 32 + 2 * 2 + 32
+
+
+@pytest.mark.parametrize(("dim", "expected"), [(64, True), (128, False)])
+def test_rows_have_a_factor_of_their_own_up_to_64(dim: int, expected: bool) -> None:
+    x = torch.empty(1, 1, 64, dim, dtype=torch.bfloat16, device="meta")
+    bias = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16, device="meta")
+    assert shortcuts.is_rowwise(Problem.of(Tensors(x, x, x, bias), Options())) is expected
+    assert not shortcuts.is_rowwise(Problem.of(Tensors(x, x, x), Options()))

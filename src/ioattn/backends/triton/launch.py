@@ -432,7 +432,7 @@ def _form(problem: Problem, tiles: Tiles, wide: bool, order: str) -> Form:
         FIRST=shortcuts.takes_first(problem),
         SCALED=shortcuts.q_factor(problem) != 1.0,
         FUSED=problem.bias is None and problem.dtype != torch.float32,
-        ROWWISE=problem.bias is not None and problem.dtype == torch.bfloat16,
+        ROWWISE=shortcuts.is_rowwise(problem),
         EVEN=(problem.bias is not None or problem.mask is not None) and problem.len_k % 16 == 0,
         PRECISION=tiles.precision,
         SPLIT=problem.dtype == torch.float32,
