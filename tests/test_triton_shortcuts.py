@@ -122,3 +122,12 @@ def test_rows_have_a_factor_of_their_own_up_to_64(dim: int, expected: bool) -> N
     bias = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16, device="meta")
     assert shortcuts.is_rowwise(Problem.of(Tensors(x, x, x, bias), Options())) is expected
     assert not shortcuts.is_rowwise(Problem.of(Tensors(x, x, x), Options()))
+
+
+@pytest.mark.parametrize(
+    ("dim", "with_bias", "expected"), [(128, False, True), (128, True, False), (256, False, False)]
+)
+def test_threads_sum_what_they_have_where_registers_allow(dim: int, with_bias: bool, expected: bool) -> None:
+    x = torch.empty(1, 1, 64, dim, dtype=torch.bfloat16, device="meta")
+    bias = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16, device="meta") if with_bias else None
+    assert shortcuts.sums_by_thread(Problem.of(Tensors(x, x, x, bias), Options())) is expected

@@ -182,6 +182,8 @@ class Form(NamedTuple):
     """
     ROWWISE: bool
     """It is, in the forward, with a bias, too; rows whose maximum is beyond 1e9 have a factor of their own."""
+    BY_THREAD: bool
+    """Each thread sums the weights that it has, in the forward, and threads meet once, at the end."""
     EVEN: bool
     """The number of keys is a multiple of 16, so that a bias or a mask is read by 16 bytes."""
     PRECISION: str

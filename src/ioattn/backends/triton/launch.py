@@ -433,6 +433,7 @@ def _form(problem: Problem, tiles: Tiles, wide: bool, order: str) -> Form:
         SCALED=shortcuts.q_factor(problem) != 1.0,
         FUSED=problem.bias is None and problem.dtype != torch.float32,
         ROWWISE=shortcuts.is_rowwise(problem),
+        BY_THREAD=shortcuts.sums_by_thread(problem),
         EVEN=(problem.bias is not None or problem.mask is not None) and problem.len_k % 16 == 0,
         PRECISION=tiles.precision,
         SPLIT=problem.dtype == torch.float32,

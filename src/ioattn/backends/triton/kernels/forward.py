@@ -140,8 +140,8 @@ def shift_of_first(q_tile, task, form: tl.constexpr):
 
 @device
 def total_of(sums, form: tl.constexpr):
-    """The sums of rows, of which each thread has a part."""
-    return sums if form.SPLIT else tl.sum(sums, 1)
+    """The sums of rows, of which each thread may have a part."""
+    return tl.sum(sums, 1) if form.BY_THREAD else sums
 
 
 @device
@@ -212,12 +212,11 @@ def attend(
     scores = keep(margin_at(pairs, task, KIND), mask, scores, -INF)
     scores = keep_where_cut(cut, pairs, task, scores, -INF)
     new_max, rescale, weights = weights_of_tile(scores, row_max, factor, form, KIND)
-    if form.SPLIT:
-        row_sum = rescale * row_sum + tl.sum(weights, 1)
-    else:
-        # Each thread sums what it has; threads meet once, at the end.
+    if form.BY_THREAD:
         parts = weights.reshape(form.Q.ROWS, form.K.ROWS // 8, 8)
         row_sum = rescale[:, None] * row_sum + tl.sum(parts, 1)
+    else:
+        row_sum = rescale * row_sum + tl.sum(weights, 1)
     if form.PRECISION == FP16X3:
         acc = add_halves(acc, rescale[:, None], weights * LARGEST, keys.v, 1.0, form)
     else:
@@ -283,7 +282,7 @@ def sink_or_nothing(task, form: tl.constexpr):
     if task.inputs.sinks is not None:
         row_max = tl.zeros_like(row_max) + tl.load(task.inputs.sinks + task.head).to(tl.float32)
     row_sum = (row_max != -INF).to(tl.float32)
-    if not form.SPLIT:
+    if form.BY_THREAD:
         row_sum = row_sum[:, None] * tl.full((form.Q.ROWS, 8), 0.125, tl.float32)
     return row_max, row_sum
 
