@@ -6,7 +6,6 @@ integer arithmetic: they run here in Python.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import random
 from collections import Counter, defaultdict
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from device_code import NUMBERS, Plain, Pointer, constructor
 
 from ioattn.backends.gluon import backward_config as table
 from ioattn.masks import Band
@@ -26,33 +26,6 @@ pytest.importorskip("triton", minversion="3.6", reason="Triton is not installed"
 
 from ioattn.backends.gluon.kernels import backward_call, differentiate, in_order, key_tiles, load_backward
 
-
-class Pointer:
-    """Numbers in memory, from one of them on."""
-
-    def __init__(self, numbers: list[int], at: int = 0) -> None:
-        self.numbers, self.at = numbers, at
-
-    def __add__(self, by: int) -> Pointer:
-        return Pointer(self.numbers, self.at + by)
-
-
-def choose(condition: Any, a: Any, b: Any) -> Any:
-    if isinstance(condition, torch.Tensor):
-        return torch.where(condition, torch.as_tensor(a), torch.as_tensor(b))
-    return a if condition else b
-
-
-NUMBERS = SimpleNamespace(
-    where=choose,
-    minimum=min,
-    maximum=max,
-    sum=lambda x, axis: int(x.sum()),
-    max=lambda x, axis: int(x.max()),
-    load=lambda pointer: pointer.numbers[pointer.at],
-    to_tensor=lambda x: x,
-    constexpr=lambda x: x,
-)
 CAUSAL = Band(hi=0)
 PROBLEMS = {
     "full": {},
@@ -101,27 +74,10 @@ def problem(dim: int, **features: Any) -> Problem:
     return Problem(dim=dim, dim_v=dim, dtype=torch.bfloat16, device=device, deterministic=True, **sizes)
 
 
-class Plain:
-    """An object whose methods are a device class's, run as Python."""
-
-    def __init__(self, kind: Any, fields: dict[str, Any]) -> None:
-        self._kind = kind
-        self.__dict__.update(fields)
-
-    def __getattr__(self, name: str) -> Any:
-        return functools.partial(getattr(self._kind, name).fn, self)
-
-
 @pytest.fixture(autouse=True)
 def _run_device_code_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = {name: getattr(key_tiles, name) for name in ("KeyTile", "Queries")}
-    fields = {"KeyTile": "alive batch head k_start k_offset len_k len_q row part parts slot"}
-    fields["Queries"] = "first before edges whole whole_end turned"
-    for name, kind in kinds.items():
-        names = fields[name].split()
-        monkeypatch.setattr(
-            key_tiles, name, lambda *x, kind=kind, names=names: Plain(kind, dict(zip(names, x, strict=True)))
-        )
+    for name in ("KeyTile", "Queries"):
+        monkeypatch.setattr(key_tiles, name, constructor(name, getattr(key_tiles, name)))
     monkeypatch.setattr(key_tiles, "padded_start", key_tiles.padded_start.fn)
     monkeypatch.setattr(in_order, "add_backwards", in_order.add_backwards.fn)
     for module in (backward_call, key_tiles, in_order, load_backward, differentiate):
@@ -167,7 +123,7 @@ class Kernel:
             "cu_seqlens_q": Pointer(starts),
             "cu_seqlens_k": Pointer(starts),
         }
-        self.schedule = Plain(key_tiles.KeySchedule, order)
+        self.schedule = Plain(key_tiles.KeySchedule, **order)
         band = {
             "lo": wanted.band.lo or 0,
             "hi": wanted.band.hi or 0,
@@ -180,9 +136,9 @@ class Kernel:
             "descending": config.descending,
             "cut": config.parts and not config.masks,
         }
-        self.band = Plain(key_tiles.QueryBand, band)
+        self.band = Plain(key_tiles.QueryBand, **band)
         shared = {"config": config, "band": self.band, "group": wanted.group, "head_rows": self.schedule.head_rows}
-        self.call = Plain(backward_call.BackwardCall, shared)
+        self.call = Plain(backward_call.BackwardCall, **shared)
 
     def drawn(self) -> Iterator[Any]:
         for index in range(self.units):

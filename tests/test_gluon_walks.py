@@ -5,13 +5,12 @@ The device functions that say so are plain integer arithmetic: they run here in 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from device_code import NUMBERS, Plain, constructor
 
 from ioattn.backends.gluon import backward_config as table
 from ioattn.masks import Band
@@ -21,18 +20,6 @@ pytest.importorskip("triton", minversion="3.6", reason="Triton is not installed"
 
 from ioattn.backends.gluon.kernels import backward_call, differentiate, key_tiles, load_backward, seen
 
-NUMBERS = SimpleNamespace(
-    where=lambda condition, a, b: a if condition else b,
-    minimum=min,
-    maximum=max,
-    to_tensor=lambda x: x,
-    constexpr=lambda x: x,
-)
-FIELDS = {
-    "KeyTile": "alive batch head k_start k_offset len_k len_q row part parts slot",
-    "Seen": "first start whole whole_end end last",
-    "Queries": "first before edges whole whole_end turned",
-}
 CAUSAL = Band(hi=0)
 PROBLEMS = {
     "causal": {"band": CAUSAL},
@@ -53,25 +40,11 @@ PROBLEMS = {
 HALF = 64
 
 
-class Plain:
-    """An object whose methods are a device class's, run as Python."""
-
-    def __init__(self, kind: Any, **fields: Any) -> None:
-        self._kind = kind
-        self.__dict__.update(fields)
-
-    def __getattr__(self, name: str) -> Any:
-        return functools.partial(getattr(self._kind, name).fn, self)
-
-
 @pytest.fixture(autouse=True)
 def _run_device_code_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    def made(name: str, kind: Any) -> Callable[..., Plain]:
-        return lambda *given: Plain(kind, **dict(zip(FIELDS[name].split(), given, strict=True)))
-
-    monkeypatch.setattr(key_tiles, "Queries", made("Queries", key_tiles.Queries))
-    monkeypatch.setattr(seen, "KeyTile", made("KeyTile", key_tiles.KeyTile))
-    monkeypatch.setattr(seen, "Seen", made("Seen", seen.Seen))
+    monkeypatch.setattr(key_tiles, "Queries", constructor("Queries", key_tiles.Queries))
+    monkeypatch.setattr(seen, "KeyTile", constructor("KeyTile", key_tiles.KeyTile))
+    monkeypatch.setattr(seen, "Seen", constructor("Seen", seen.Seen))
     monkeypatch.setattr(seen, "GROUP_KEYS", HALF)
     monkeypatch.setattr(differentiate, "seen_by", seen.seen_by.fn)
     for module in (backward_call, key_tiles, seen, differentiate, load_backward):

@@ -3,7 +3,7 @@
 Where dQ is summed in order two warps beside the loader's add it.
 """
 
-from ioattn.backends.gluon.kernels.backward_call import GROUP_KEYS, BackwardCall, Derivative, Parts, Target
+from ioattn.backends.gluon.kernels.backward_call import BackwardCall, Derivative, Parts, Target
 from ioattn.backends.gluon.kernels.differentiate import differentiate
 from ioattn.backends.gluon.kernels.differentiate_wide import differentiate_wide
 from ioattn.backends.gluon.kernels.in_order import add_0, add_1, order
@@ -32,16 +32,14 @@ def differentiate_1(call):
 
 
 @gluon.jit
-def staging(config: gl.constexpr, q_desc, dq_desc, dk_desc, rings):
+def staging(config: gl.constexpr, dq_desc, rings):
     """Where dQ is staged, and at the end of a tile dK and dV."""
     if config.sums_dq:
         FLAT: gl.constexpr = dq_desc.block_type.shape
         BUFFERS: gl.constexpr = 2 * config.dq_parts if config.in_order else 2
         dq_tiles = gl.allocate_shared_memory(gl.float32, [BUFFERS, FLAT[0], FLAT[1]], dq_desc.layout)
-    elif config.wide:
-        dq_tiles = rings[0].buffers
     else:
-        dq_tiles = gl.allocate_shared_memory(q_desc.dtype, [2, 1, 1, GROUP_KEYS, config.dim], dk_desc.layout)
+        dq_tiles = rings[0].buffers
     return dq_tiles
 
 
@@ -115,17 +113,14 @@ def backward(
     ROWS: gl.constexpr = config.rows
     SIZE: gl.constexpr = config.exchanges
     WRITERS: gl.constexpr = 1 if config.wide else GROUPS
-    if config.wide or config.sums_dq:
-        dscores = exchange(q_desc.dtype, KEYS, ROWS, SIZE, WRITERS, GROUPS)
-    else:
-        dscores = exchange(q_desc.dtype, 8, 64, 1, 1, 0)  # unused: an aggregate cannot hold nothing
+    dscores = exchange(q_desc.dtype, KEYS, ROWS, SIZE, WRITERS, GROUPS)
     weights = dscores
     sloped = dscores
     if config.wide:
         weights = exchange(q_desc.dtype, KEYS, ROWS, SIZE, WRITERS, GROUPS)
         if config.has_softcap:
             sloped = exchange(q_desc.dtype, KEYS, ROWS, SIZE, WRITERS, 1)
-    dq_tiles = staging(config, q_desc, dq_desc, dk_desc, rings)
+    dq_tiles = staging(config, dq_desc, rings)
     call = BackwardCall(
         rings,
         (dscores, weights, sloped),

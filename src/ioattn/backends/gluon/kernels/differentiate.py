@@ -96,9 +96,8 @@ def walk(call, post, kv_place, place, turn, GROUP: gl.constexpr):
         sums = walk_forwards(call, tile, drift, queries, sums, GROUP)
     if config.lean:
         call.values.release(kv_place)
-    if config.sums_dq:
-        k_tile = call.keys.tile(start(1).at(sums.kv))
-        catch_up(call, k_tile, sums, GROUP)
+    k_tile = call.keys.tile(start(1).at(sums.kv))
+    catch_up(call, k_tile, sums, GROUP)
     call.keys.release(kv_place)
     if not config.lean:
         call.values.release(kv_place)
@@ -232,11 +231,9 @@ def step(call, tile, drift, row, block, head, sums, MASKED: gl.constexpr, GROUP:
         # After the step before, both groups have read what was here. In turns the group that reads it does so before
         # it writes the other buffer, which this one has waited for.
         call.queries.until_released(place.previous())
-    if config.sums_dq:
-        call.dscores.write(sums.turn, GROUP * GROUP_KEYS, dscores)
+    call.dscores.write(sums.turn, GROUP * GROUP_KEYS, dscores)
     dv = warpgroup_mma(gl.convert_layout(weights.to(dtype), layouts.operand), dout_tile, sums.dv, is_async=True)
-    if config.sums_dq:
-        call.dscores.mark_written(sums.turn)
+    call.dscores.mark_written(sums.turn)
     operand = gl.convert_layout(dscores, layouts.operand)
     if config.dq == "halves":
         dq = start_dq(call, k_tile, sums, GROUP)

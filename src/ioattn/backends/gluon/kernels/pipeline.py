@@ -260,12 +260,11 @@ def exchange(
     writers: gl.constexpr,
     readers: gl.constexpr,
 ):
-    """`size` buffers of `[rows, cols]` that `writers` groups fill, each its part, and `readers` groups read, if any."""
+    """`size` buffers of `[rows, cols]` that `writers` groups fill, each its part, and `readers` groups read."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, cols], dtype)
     buffers = gl.allocate_shared_memory(dtype, [size, rows, cols], layout)
     released: gl.constexpr = writers == 1
-    full = barriers(size, writers, readers > 0)
-    return Exchange(buffers, full, barriers(size, readers, released and readers > 0), released)
+    return Exchange(buffers, barriers(size, writers), barriers(size, readers, released), released)
 
 
 @aggregate
