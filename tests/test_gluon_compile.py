@@ -151,7 +151,7 @@ def test_what_a_step_compares(dim: int, feature: str, tmp_path: Path) -> None:
 def test_two_tiles_of_queries_have_barriers_of_their_own(feature: str) -> None:
     config, kernel = compiled(problem(128, 128, **FEATURES[feature]))
     assert config.query_stages == 2
-    assert kernel.metadata.shared + 1024 <= table.SHARED_BYTES + 1024
+    assert kernel.metadata.shared <= table.SHARED_BYTES
     queries = 2 * config.groups
     assert kernel.asm["ttgir"].count(f"!ttg.memdesc<{queries}x1x1x{table.GROUP_ROWS}x128xbf16") > 0
 
