@@ -20,6 +20,7 @@ from sass import unwritten_reads
 from test_gluon_compile import CAUSAL, FEATURES, Machine, disassembled, problem
 
 from ioattn.backends.gluon import backward_launch as launch
+from ioattn.backends.gluon.kernels.names import HAS_REGISTERS
 from ioattn.backends.gluon.repair_launch import compile_repair
 
 DIMS = [64, 128, 256]
@@ -45,7 +46,8 @@ def products_of(config: table.BackwardConfig) -> int:
     scores = config.dim // 16
     if config.wide:
         return scores + 2 * config.rows // 16
-    dq = {"none": 0, "halves": config.keys // 16, "turns": config.rows // 64 * config.keys // 16}[config.dq]
+    parts = 1 if config.transposed else config.rows // 64
+    dq = parts * config.keys // 16 if config.sums_dq else 0
     return 2 * scores + 2 * config.rows // 16 + dq
 
 
@@ -99,6 +101,19 @@ def test_the_loops_over_whole_blocks_spill_nothing(
     assert whole
     for body in whole:
         assert not stores_spilled(body)
+
+
+@pytest.mark.parametrize("feature", ["full", "causal", "softcap-alibi", "packed"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_dq_has_keys_in_registers_where_it_is_transposed_at_d128(dim: int, feature: str, tmp_path: Path) -> None:
+    """Left operands from registers: P and dS, and half of K^T."""
+    config, kernel = common_kernel(problem(dim, dim, **FEATURES[feature]))
+    assert config.transposed == (feature in ("full", "causal") if dim == 128 else feature != "full")
+    assert config.held_keys == (64 if dim == 128 and config.transposed else 0)
+    held = config.held_keys // 16 if HAS_REGISTERS else 0
+    for body in multiplying_loops(disassembled(kernel, tmp_path)):
+        from_registers = sum(re.search(r"HGMMA\S+ R\d+, R\d+, gdesc", line) is not None for line in body)
+        assert from_registers == 2 * config.rows // 16 + held
 
 
 @pytest.mark.parametrize("feature", ["causal", "window", "left", "packed-window-alibi-sinks", "softcap-alibi"])

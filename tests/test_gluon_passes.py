@@ -5,6 +5,7 @@ They are plain Triton, so that this needs no GPU: TRITON_INTERPRET=1.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -197,23 +198,30 @@ def test_repaired_gradients_are_the_specifications(run: Run) -> None:
         assert (mine[finite] - truth[finite]).norm() <= 4 * torch.finfo(torch.float16).eps * truth[finite].norm(), name
 
 
-def in_register_order(rows: Tensor) -> Tensor:
-    """The sums of dQ as the compute groups leave them: parts of 64 by 64, each in the order of `register_order`."""
-    bases = torch.tensor(register_order(64, 64).offset_bases)
-    bits = torch.arange(64 * 64)[:, None] >> torch.arange(12) & 1
+def in_register_order(rows: Tensor, transposed: bool) -> Tensor:
+    """The sums of dQ as the compute groups leave them in the order of `register_order`: at D 64 tiles of 128 queries,
+    at D 128 halves of the columns of 64; or their transposes.
+    """
+    width = rows.shape[1]
+    shape = (128, 64) if width == 64 else (64, 64)
+    parts = rows.view(-1, shape[0], width // 64, 64).transpose(1, 2)
+    if transposed:
+        parts, shape = parts.transpose(2, 3), shape[::-1]
+    bases = torch.tensor(register_order(*shape).offset_bases)
+    bits = torch.arange(math.prod(shape))[:, None] >> torch.arange(len(bases)) & 1
     row, col = (bits @ bases).unbind(1)
-    parts = rows.view(-1, 64, rows.shape[1] // 64, 64).transpose(1, 2)
     return parts[..., row, col].contiguous()
 
 
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("width", [64, 128])
-def test_dq_is_converted_where_its_sequence_lies(run: Run, width: int) -> None:
+def test_dq_is_converted_where_its_sequence_lies(run: Run, width: int, transposed: bool) -> None:
     rows = torch.arange(run.total * width, dtype=torch.float32).view(run.total, width) / run.total
     dq = torch.full_like(run.tensors.q, torch.nan)
     offsets, (dim, scale) = run.tensors.cu_seqlens_q, (run.problem.dim, 0.5)
     around.convert[(run.total // 64,)](
-        *(in_register_order(rows), dq, strides_of(dq), run.flag, offsets, (*run.sizes, dim), scale, 64, width),
-        run.sequences,
+        *(in_register_order(rows, transposed), dq, strides_of(dq), run.flag, offsets, (*run.sizes, dim), scale),
+        *(64, width, run.sequences, transposed),
     )
     by_head = rows.view(run.entries, run.problem.heads, run.head_rows, width)[..., :dim] * scale
     starts = [0] if offsets is None else offsets.tolist()

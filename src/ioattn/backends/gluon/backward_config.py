@@ -43,7 +43,7 @@ class BackwardConfig:
     """One compiled kernel: tile sizes, and which features of a problem its code holds.
 
     `dq` says how it makes dQ: "halves", each group one of them in every step; "turns", each group all of it in every
-    other step; "none", as a kernel of its own does.
+    other step; "none", as a kernel of its own does. `transposed`: as K^T dS^T.
 
     `rotate`: blocks that share a head start at different queries. `stretch`: they walk from the last queries to the
     first, so many blocks of each head that shares the keys at a time; 0: from the first on, head after head. `parts`:
@@ -74,6 +74,7 @@ class BackwardConfig:
     lean: bool = False
     in_order: bool = False
     fresh: bool = False
+    transposed: bool = False
 
     @property
     def sums_dq(self) -> bool:
@@ -81,9 +82,18 @@ class BackwardConfig:
         return self.dq != "none"
 
     @property
-    def dq_columns(self) -> int:
-        """Columns of dQ that one group makes of a tile."""
-        return self.dim if self.dq == "turns" else self.dim // 2
+    def dq_shape(self) -> tuple[int, int]:
+        """What one group makes of a tile of dQ, all of it or half of its columns, or the transpose of that."""
+        columns = self.dim if self.dq == "turns" else self.dim // 2
+        return (columns, self.rows) if self.transposed else (self.rows, columns)
+
+    @property
+    def held_keys(self) -> int:
+        """Keys of which a group holds its columns in registers all along a walk, for dQ: at D 64 that is 3% slower.
+
+        They take 16 registers. With as many for S = K Q^T beside them too few are left for the products.
+        """
+        return 64 if self.transposed and self.dim == 128 else 0
 
     @property
     def dq_parts(self) -> int:
@@ -162,6 +172,7 @@ def choose(problem: Problem) -> BackwardConfig:
         lean=lean,
         in_order=in_order,
         fresh=in_order and all_see_keys(problem),
+        transposed=sums_dq and transposes_dq(problem, masks),
     )
 
 
@@ -186,6 +197,21 @@ def walks_backwards(problem: Problem, masks: bool) -> bool:
         return grouped or band.hi is None or band.lo is not None
     plain = dim == 128 and not problem.packed and band.lo is None
     return plain and (grouped or not masks) and problem.len_q > SHORT
+
+
+def transposes_dq(problem: Problem, masks: bool) -> bool:
+    """Whether dQ is made as K^T dS^T, at D 128 with half of that K in registers, which softcap and ALiBi need.
+
+    H200, N 1024, 2048, 8192, 16384 (causal without the last). D 64 full 1.01, 1.00, 1.01, 1.01, causal 1.01, 1.03,
+    1.01, windows 1.00, 32 heads on 8 causal 1.02, but full 0.99. D 128 full 1.01, 1.005, 1.03, 1.02, 64 heads on 8
+    1.03, causal 1.02, but heads of their own 0.99 (N 8192).
+    """
+    grouped = problem.group > 1
+    if tile_dim(max(problem.dim, problem.dim_v)) == 64:
+        return masks or not grouped
+    if problem.packed or problem.band.lo is not None or problem.terms:
+        return False
+    return not masks or (grouped and not problem.deterministic)
 
 
 def all_see_keys(problem: Problem) -> bool:

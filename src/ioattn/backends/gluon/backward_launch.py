@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -103,7 +104,7 @@ def _signature(config: BackwardConfig, name: str, slopes: str | None) -> dict[st
     row_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     numbers = f"tensordesc<fp32[{config.rows}],{row_layout!r}>"
     dq_layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    dq_tile = f"tensordesc<fp32[{config.rows * config.dq_columns // FLAT},{FLAT}],{dq_layout!r}>"
+    dq_tile = f"tensordesc<fp32[{math.prod(config.dq_shape) // FLAT},{FLAT}],{dq_layout!r}>"
     pointer, strides = (f"*{name}", ("i64", "i64", "i32")) if config.sequences else ("constexpr",) * 2
     offsets = "*i32" if config.sequences else "constexpr"
     return {
@@ -224,11 +225,11 @@ def compile_convert(config: BackwardConfig, dtype: torch.dtype) -> Any:
         "sizes": ("i32",) * 5,
         "scale": "fp32",
     }
-    return _compile_around(around.convert, signature, config)
+    return _compile_around(around.convert, signature, config, TRANSPOSED=config.transposed)
 
 
-def _compile_around(function: Any, signature: dict[str, Any], config: BackwardConfig) -> Any:
-    given = {"ROWS": ROWS, "DIM": config.dim, "SEQUENCES": config.sequences}
+def _compile_around(function: Any, signature: dict[str, Any], config: BackwardConfig, **more: bool) -> Any:
+    given = {"ROWS": ROWS, "DIM": config.dim, "SEQUENCES": config.sequences, **more}
     signature |= dict.fromkeys(given, "constexpr")
     # What torch allocates, and what the copy engine can reach, starts at a multiple of 16 bytes.
     aligned = {"out", "dout", "q", "lse_rows", "delta_rows", "dq_rows", "dq"}
@@ -428,7 +429,7 @@ def _after(problem: Problem, use: BackwardPlan, shape: Shape, x: Operands) -> Ar
     sizes = (problem.batch, problem.heads, shape.rows_q, shape.head_rows, problem.dim)
     return (
         *(x.dq_rows, x.dq, strides_of(x.dq), x.flag, x.cu_seqlens_q, sizes, problem.scale),
-        *(ROWS, config.dim, config.sequences),
+        *(ROWS, config.dim, config.sequences, config.transposed),
     )
 
 

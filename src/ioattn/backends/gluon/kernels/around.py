@@ -140,10 +140,11 @@ def prepare(
 
 
 @triton.jit
-def in_order(sums, ROWS: tl.constexpr, DIM: tl.constexpr):
+def in_order(sums, ROWS: tl.constexpr, DIM: tl.constexpr, TRANSPOSED: tl.constexpr):
     """Rows of dQ out of parts of 64 by 64 that lie in the order of registers (`backward_call.register_order`)."""
     parts = tl.reshape(sums, [DIM // 64, 8, 4, 8, 4, 2, 2])
-    return tl.reshape(tl.permute(parts, [2, 5, 3, 0, 1, 4, 6]), [ROWS, DIM])
+    rows = tl.permute(parts, [1, 4, 6, 0, 2, 5, 3]) if TRANSPOSED else tl.permute(parts, [2, 5, 3, 0, 1, 4, 6])
+    return tl.reshape(rows, [ROWS, DIM])
 
 
 @triton.jit
@@ -158,6 +159,7 @@ def convert(
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
     SEQUENCES: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ):
     """A tile of dQ from the FP32 buffer, times the scale; zeros behind the last packed sequence.
 
@@ -175,7 +177,7 @@ def convert(
     else:
         source = at.to(tl.int64)
     sums = tl.load(dq_rows + first * DIM + tl.arange(0, ROWS * DIM))
-    values = in_order(sums, ROWS, DIM) * scale
+    values = in_order(sums, ROWS, DIM, TRANSPOSED) * scale
     if flag is not None:
         if tl.max(((tl.abs(values) < float("inf")) == 0).to(tl.int32)) != 0:
             tl.store(flag, 1)

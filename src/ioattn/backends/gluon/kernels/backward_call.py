@@ -12,8 +12,8 @@ GROUP_KEYS = gl.constexpr(64)
 
 @gluon.constexpr_function
 def register_order(rows, columns):
-    """How a part of dQ lies in shared memory and in the workspace: the numbers of each thread by fours, thread after
-    thread, and 64 columns after 64.
+    """How a part of dQ, or of its transpose, lies in shared memory and in the workspace: the numbers of each thread by
+    fours, thread after thread, and 64 columns after 64.
 
     A thread holds two numbers of a row and two of the row 8 below, and so on, 8 columns apart.
     """
@@ -32,20 +32,21 @@ class BackwardLayouts:
     dq: gl.constexpr
     staged: gl.constexpr
     operand: gl.constexpr
+    held: gl.constexpr
     row: gl.constexpr
     col: gl.constexpr
     copy: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, rows, columns, dq_columns):
+    def __init__(self, rows, columns, dq_shape):
         scores = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, rows, 16])
         acc = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
         self.scores = gl.constexpr(scores)
         self.acc = gl.constexpr(acc)
-        self.dq = gl.constexpr(
-            gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, dq_columns, 16])
-        )
-        self.staged = gl.constexpr(register_order(rows, dq_columns))
+        dq = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, dq_shape[1], 16])
+        self.dq = gl.constexpr(dq)
+        self.held = gl.constexpr(gl.DotOperandLayout(0, dq, 2))
+        self.staged = gl.constexpr(register_order(*dq_shape))
         self.operand = gl.constexpr(gl.DotOperandLayout(0, acc, 2))
         self.row = gl.constexpr(gl.SliceLayout(1, scores))
         self.col = gl.constexpr(gl.SliceLayout(0, scores))
@@ -202,7 +203,7 @@ class BackwardCall:
         self.dq_tiles, self.order = dq_tiles
         self.group, self.head_rows = heads if config.grouped else (gl.constexpr(1), gl.constexpr(0))
         self.parts = parts
-        self.layouts = BackwardLayouts(config.rows, config.columns, config.dq_columns)
+        self.layouts = BackwardLayouts(config.rows, config.columns, config.dq_shape)
         self.config = gl.constexpr(config)
 
     @gluon.jit

@@ -13,6 +13,7 @@ makes all of dQ in its turn does so first thing in a step, while the other multi
 
 from ioattn.backends.gluon.kernels.backward_call import GROUP_KEYS
 from ioattn.backends.gluon.kernels.names import (
+    HAS_REGISTERS,
     add_tile,
     aggregate,
     fence_async_shared,
@@ -55,6 +56,19 @@ class Sums:
         self.kv = kv
 
 
+@aggregate
+class Kept:
+    """What stays as it is along a walk: a zero that the compiler does not know to be one, and keys for dQ, or None."""
+
+    drift: gl.tensor
+    k: object
+
+    @gluon.constexpr_function
+    def __init__(self, drift, k):
+        self.drift = drift
+        self.k = gl.constexpr(None) if k is None else k
+
+
 @gluon.jit
 def differentiate(call, GROUP: gl.constexpr):
     """One compute group: 64 keys of each tile."""
@@ -85,19 +99,19 @@ def walk(call, post, kv_place, place, turn, GROUP: gl.constexpr):
     call.values.get(kv_place)
     if config.in_order:
         tma.store_wait(0)  # the other group may fill the buffer
-    drift = tile.alive - 1
+    kept = Kept(tile.alive - 1, hold_keys(call, kv_place, GROUP))
     zero = gl.zeros([GROUP_KEYS, DIM], gl.float32, call.layouts.acc)
     sums = Sums(zero, zero, gl.to_tensor(-1), place, turn, kv_place.index)
     if config.stretch > 0:
-        sums = walk_backwards(call, tile, drift, queries, sums, GROUP)
+        sums = walk_backwards(call, tile, kept, queries, sums, GROUP)
     elif config.skips:
-        sums = walk_seen(call, tile, drift, queries, sums, GROUP)
+        sums = walk_seen(call, tile, kept, queries, sums, GROUP)
     else:
-        sums = walk_forwards(call, tile, drift, queries, sums, GROUP)
+        sums = walk_forwards(call, tile, kept, queries, sums, GROUP)
     if config.lean:
         call.values.release(kv_place)
     k_tile = call.keys.tile(start(1).at(sums.kv))
-    catch_up(call, k_tile, sums, GROUP)
+    catch_up(call, k_tile, kept, sums, GROUP)
     call.keys.release(kv_place)
     if not config.lean:
         call.values.release(kv_place)
@@ -113,7 +127,7 @@ def walk(call, post, kv_place, place, turn, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def walk_forwards(call, tile, drift, queries, sums, GROUP: gl.constexpr):
+def walk_forwards(call, tile, kept, queries, sums, GROUP: gl.constexpr):
     """The steps of a walk head after head, the masked blocks first."""
     first_member, last_member = call.members(tile)
     for member in range(first_member, last_member):
@@ -121,36 +135,36 @@ def walk_forwards(call, tile, drift, queries, sums, GROUP: gl.constexpr):
         row = tile.row + member * call.head_rows
         if call.config.masks:
             for n in range(queries.edges):
-                sums = step(call, tile, drift, row, queries.edge(n), head, sums, True, GROUP)
+                sums = step(call, tile, kept, row, queries.edge(n), head, sums, True, GROUP)
         # A second loop where the walk starts in the middle: one index for both would cost registers.
         for block in range(queries.start(), queries.whole_end):
-            sums = step(call, tile, drift, row, block, head, sums, False, GROUP)
+            sums = step(call, tile, kept, row, block, head, sums, False, GROUP)
         if call.config.rotate:
             for block in range(queries.whole, queries.start()):
-                sums = step(call, tile, drift, row, block, head, sums, False, GROUP)
+                sums = step(call, tile, kept, row, block, head, sums, False, GROUP)
     return sums
 
 
 @gluon.jit
-def walk_seen(call, tile, drift, queries, sums, GROUP: gl.constexpr):
+def walk_seen(call, tile, kept, queries, sums, GROUP: gl.constexpr):
     """The steps of a walk in the order of queries, where the group lets pass what only the other one sees."""
     seen = seen_by(call.band, tile, queries, call.config.rows, GROUP)
     for block in range(seen.first, seen.start):
-        sums = let_pass(call, tile.row, block, sums, GROUP)
+        sums = let_pass(call, kept, tile.row, block, sums, GROUP)
     for block in range(seen.start, seen.whole):
-        sums = step(call, tile, drift, tile.row, block, tile.head, sums, True, GROUP)
+        sums = step(call, tile, kept, tile.row, block, tile.head, sums, True, GROUP)
     for block in range(seen.whole, seen.whole_end):
-        sums = step(call, tile, drift, tile.row, block, tile.head, sums, False, GROUP)
+        sums = step(call, tile, kept, tile.row, block, tile.head, sums, False, GROUP)
     if call.config.has_lo:
         for block in range(seen.whole_end, seen.end):
-            sums = step(call, tile, drift, tile.row, block, tile.head, sums, True, GROUP)
+            sums = step(call, tile, kept, tile.row, block, tile.head, sums, True, GROUP)
     for block in range(seen.end, seen.last):
-        sums = let_pass(call, tile.row, block, sums, GROUP)
+        sums = let_pass(call, kept, tile.row, block, sums, GROUP)
     return sums
 
 
 @gluon.jit
-def let_pass(call, row, block, sums, GROUP: gl.constexpr):
+def let_pass(call, kept, row, block, sums, GROUP: gl.constexpr):
     """A block of which the group sees nothing: its dS is zero, and dQ of the step before is all that is to be made."""
     ROWS: gl.constexpr = call.config.rows
     place = sums.place
@@ -160,13 +174,13 @@ def let_pass(call, row, block, sums, GROUP: gl.constexpr):
     zero = gl.zeros([GROUP_KEYS, ROWS], k_tile.dtype, call.layouts.scores)
     call.queries.until_released(place.previous())
     call.dscores.put(sums.turn, GROUP * GROUP_KEYS, zero)
-    catch_up(call, k_tile, sums, GROUP)
+    catch_up(call, k_tile, kept, sums, GROUP)
     call.queries.release(place)
     return Sums(sums.dk, sums.dv, row + block * ROWS, place.next(), sums.turn.next(), sums.kv)
 
 
 @gluon.jit
-def walk_backwards(call, tile, drift, queries, sums, GROUP: gl.constexpr):
+def walk_backwards(call, tile, kept, queries, sums, GROUP: gl.constexpr):
     """The steps of a walk from the last queries to the first: stretches of each head by turns, then the masked blocks.
 
     Programs that share keys' heads are at the same queries then, which are in the L2 cache.
@@ -178,25 +192,25 @@ def walk_backwards(call, tile, drift, queries, sums, GROUP: gl.constexpr):
             head = tile.head * call.group + member
             row = tile.row + member * call.head_rows
             for n in range(queries.edges - queries.before):
-                sums = step(call, tile, drift, row, queries.edge(queries.edges - 1 - n), head, sums, True, GROUP)
+                sums = step(call, tile, kept, row, queries.edge(queries.edges - 1 - n), head, sums, True, GROUP)
     for n in range(queries.stretches(STRETCH)):
         first, last = queries.stretch(n, STRETCH)
         for member in range(first_member, last_member):
             head = tile.head * call.group + member
             row = tile.row + member * call.head_rows
             for back in range(last - first):
-                sums = step(call, tile, drift, row, last - 1 - back, head, sums, False, GROUP)
+                sums = step(call, tile, kept, row, last - 1 - back, head, sums, False, GROUP)
     if call.config.masks:
         for member in range(first_member, last_member):
             head = tile.head * call.group + member
             row = tile.row + member * call.head_rows
             for n in range(queries.before):
-                sums = step(call, tile, drift, row, queries.edge(queries.before - 1 - n), head, sums, True, GROUP)
+                sums = step(call, tile, kept, row, queries.edge(queries.before - 1 - n), head, sums, True, GROUP)
     return sums
 
 
 @gluon.jit
-def step(call, tile, drift, row, block, head, sums, MASKED: gl.constexpr, GROUP: gl.constexpr):
+def step(call, tile, kept, row, block, head, sums, MASKED: gl.constexpr, GROUP: gl.constexpr):
     """One block of queries: what it adds to dK and dV, and what the keys add to its dQ."""
     config: gl.constexpr = call.config
     layouts: gl.constexpr = call.layouts
@@ -207,7 +221,7 @@ def step(call, tile, drift, row, block, head, sums, MASKED: gl.constexpr, GROUP:
     place = sums.place
     zero = gl.zeros([GROUP_KEYS, ROWS], gl.float32, layouts.scores)
     if config.dq == "turns":
-        catch_up(call, k_tile, sums, GROUP)
+        catch_up(call, k_tile, kept, sums, GROUP)
     q_tile = call.queries.get(place)
     k_rows = k_tile.slice(GROUP * GROUP_KEYS, GROUP_KEYS, 0)
     raw = warpgroup_mma(k_rows, q_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -236,7 +250,7 @@ def step(call, tile, drift, row, block, head, sums, MASKED: gl.constexpr, GROUP:
     call.dscores.mark_written(sums.turn)
     operand = gl.convert_layout(dscores, layouts.operand)
     if config.dq == "halves":
-        dq = start_dq(call, k_tile, sums, GROUP)
+        dq = start_dq(call, k_tile, kept, sums, GROUP)
         dk = warpgroup_mma(operand, q_tile, sums.dk, is_async=True)
         dv, dq = warpgroup_mma_wait(1, deps=[dv, dq])
         if makes_dq(call, sums, GROUP):
@@ -246,7 +260,7 @@ def step(call, tile, drift, row, block, head, sums, MASKED: gl.constexpr, GROUP:
         dk = warpgroup_mma(operand, q_tile, sums.dk, is_async=True)
         dv, dk = warpgroup_mma_wait(0, deps=[dv, dk])
     call.queries.release(place)
-    return Sums(dk, dv, row + block * ROWS, place.next(), sums.turn.next(), sums.kv + drift)
+    return Sums(dk, dv, row + block * ROWS, place.next(), sums.turn.next(), sums.kv + kept.drift)
 
 
 @gluon.jit
@@ -265,10 +279,10 @@ def wait_and_read(ring, place, product, others: gl.constexpr, ROWS: gl.constexpr
 
 
 @gluon.jit
-def catch_up(call, k_tile, sums, GROUP: gl.constexpr):
+def catch_up(call, k_tile, kept, sums, GROUP: gl.constexpr):
     """Make the group's part of dQ of the step before, with nothing beside it."""
     if makes_dq(call, sums, GROUP):
-        add_dq(call, warpgroup_mma_wait(0, deps=[start_dq(call, k_tile, sums, GROUP)]), sums, GROUP)
+        add_dq(call, warpgroup_mma_wait(0, deps=[start_dq(call, k_tile, kept, sums, GROUP)]), sums, GROUP)
 
 
 @gluon.jit
@@ -293,19 +307,55 @@ def sees(call, tile, block, number: gl.constexpr, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def start_dq(call, k_tile, sums, GROUP: gl.constexpr):
-    """Start the group's part of dQ = dS K of the step before: all of it, or half of its columns.
+def start_dq(call, k_tile, kept, sums, GROUP: gl.constexpr):
+    """Start the group's part of dQ = dS K of the step before, all of it or half of its columns, or of its transpose.
 
-    Where there was no such step, what comes out means nothing.
+    The transpose is one product of 128 columns at D 64 where dS K is two of 64, which read K twice. At D 128 its left
+    operand can stay in registers in part, and what follows, dK, holds up the warps as it is. Where there was no such
+    step, what comes out means nothing.
     """
-    config: gl.constexpr = call.config
-    ROWS: gl.constexpr = config.rows
-    COLUMNS: gl.constexpr = config.dq_columns
+    SHAPE: gl.constexpr = call.config.dq_shape
+    KEYS: gl.constexpr = call.config.keys
+    HELD: gl.constexpr = held_keys(call.config)
     dscores = call.dscores.get(sums.turn.previous(), sums.row >= 0)
-    if config.dq == "halves":
+    k_tile = columns_of_dq(call, k_tile, GROUP)
+    zero = gl.zeros(SHAPE, gl.float32, call.layouts.dq)
+    if HELD > 0:
+        dq = warpgroup_mma(kept.k, dscores.slice(0, HELD, 0), zero, use_acc=False, is_async=True)
+        others = k_tile.slice(HELD, KEYS - HELD, 0).permute((1, 0))
+        dq = warpgroup_mma(others, dscores.slice(HELD, KEYS - HELD, 0), dq, is_async=True)
+    elif call.config.transposed:
+        dq = warpgroup_mma(k_tile.permute((1, 0)), dscores, zero, use_acc=False, is_async=True)
+    else:
+        dq = warpgroup_mma(dscores.permute((1, 0)), k_tile, zero, use_acc=False, is_async=True)
+    return dq
+
+
+@gluon.jit
+def columns_of_dq(call, k_tile, GROUP: gl.constexpr):
+    """The columns of K that the group's part of dQ has."""
+    if call.config.dq == "halves":
+        COLUMNS: gl.constexpr = call.config.dim // 2
         k_tile = k_tile.slice(GROUP * COLUMNS, COLUMNS, 1)
-    zero = gl.zeros([ROWS, COLUMNS], gl.float32, call.layouts.dq)
-    return warpgroup_mma(dscores.permute((1, 0)), k_tile, zero, use_acc=False, is_async=True)
+    return k_tile
+
+
+@gluon.constexpr_function
+def held_keys(config):
+    """How many keys `hold_keys` takes."""
+    return config.held_keys if HAS_REGISTERS else 0
+
+
+@gluon.jit
+def hold_keys(call, kv_place, GROUP: gl.constexpr):
+    """K^T of the first keys in registers, of the group's columns of dQ; or None."""
+    HELD: gl.constexpr = held_keys(call.config)
+    if HELD > 0:
+        k_tile = columns_of_dq(call, call.keys.tile(kv_place), GROUP)
+        held = k_tile.slice(0, HELD, 0).permute((1, 0)).load(call.layouts.held)
+    else:
+        held = None
+    return held
 
 
 @gluon.jit
@@ -326,7 +376,7 @@ def add_dq(call, dq, sums, GROUP: gl.constexpr):
     HEIGHT: gl.constexpr = buffer.shape[0]
     WIDTH: gl.constexpr = buffer.shape[1]
     tma.store_wait(0)
-    seen_as(buffer, gl.float32, [config.rows, config.dq_columns], call.layouts.staged).store(dq)
+    seen_as(buffer, gl.float32, dq.shape, call.layouts.staged).store(dq)
     fence_async_shared()
     if config.in_order:
         call.order.hand_over(place)

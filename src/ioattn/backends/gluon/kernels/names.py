@@ -36,10 +36,14 @@ def seen_as(buffer, dtype, shape, layout, _semantic=None):
     return _semantic.memdesc_reinterpret(buffer, _unwrap_if_constexpr(dtype), sizes, _unwrap_if_constexpr(layout))
 
 
+HAS_REGISTERS = not hasattr(gl, "barrier")
+"""Whether loops leave registers for operands: those of Triton 3.9 have 60 more instructions, and would spill."""
+
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 add_tile = tma.async_atomic_add if hasattr(tma, "async_atomic_add") else _reduce_tile
 
 __all__ = [
+    "HAS_REGISTERS",
     "GluonASTSource",
     "add_tile",
     "aggregate",
