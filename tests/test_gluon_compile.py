@@ -147,6 +147,28 @@ def test_what_a_step_compares(dim: int, feature: str, tmp_path: Path) -> None:
     assert not (config.place_masks and any("USEL" in line for line in unmasked))
 
 
+@pytest.mark.parametrize(
+    ("dim", "feature"),
+    [(128, "causal"), (128, "causal-2048"), (64, "causal"), (128, "short"), (128, "full"), (128, "window")],
+)
+def test_half_of_a_diagonal_block(dim: int, feature: str, tmp_path: Path) -> None:
+    """Products with 64 of 128 keys, between the loops; loops over keys have whole blocks only."""
+    config, kernel = compiled(problem(dim, dim, **FEATURES[feature]))
+    code = disassembled(kernel, tmp_path)
+    assert config.halves == feature.startswith("causal")
+    halves = [line for line in code.lines if "HGMMA.64x64x16" in line and dim == 128 and config.keys == 128]
+    assert len(halves) == (dim // 16 if config.halves and dim == 128 else 0)
+    assert not any("HGMMA.64x64x16" in line for body in code.pipelines() for line in body if halves)
+
+
+@pytest.mark.parametrize("feature", ["full", "causal", "short", "window"])
+def test_sums_that_do_not_change_are_not_multiplied(feature: str, tmp_path: Path) -> None:
+    config, kernel = compiled(problem(128, 128, **FEATURES[feature]))
+    step = min(disassembled(kernel, tmp_path).pipelines(), key=len)
+    predicated = sum(re.search(r"@!?P\d FMUL", line) is not None for line in step)
+    assert predicated == (64 if config.scales_changed else 0)
+
+
 @pytest.mark.parametrize("feature", ["full", "full-odd", "short"])
 def test_two_tiles_of_queries_have_barriers_of_their_own(feature: str) -> None:
     config, kernel = compiled(problem(128, 128, **FEATURES[feature]))

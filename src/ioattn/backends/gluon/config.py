@@ -55,6 +55,12 @@ class Config:
     """Whether, of sums by thread, what was summed before is taken in with the last quarter of a block's weights."""
     by_warp: bool = False
     """Whether each warp of a group arrives at barriers by itself, not one thread after all of the group have met."""
+    halves: bool = False
+    """Whether rows that see only the first half of their last block multiply no more of it."""
+    by_turns: bool = False
+    """Whether two groups take a tile's upper and lower rows by turns, as a diagonal gives the lower more to do."""
+    scales_changed: bool = False
+    """Whether sums are multiplied only where a row's maximum has grown: a predicate, not a branch, so for energy."""
     code: int = 1
     """How machine code is put together, `one_code`: counted up with each change, as Triton's cache does not see it."""
     longest_first: bool = False
@@ -133,8 +139,11 @@ def _tiles_128(problem: Problem, dim: int, dim_v: int, bounded: bool) -> Config:
     # 1024 524 / 544.
     light = not bounded or (not crowded and problem.len_k <= 2048)
     # Two tiles of queries: causal N 512 339 / 322, N 1024 468 / 465, N 2048 565 / 568, full 665 / 659, 664 / 662.
+    # Halves by turns, scaling where it changes, and two tiles of queries to N 2048: causal N 1024 469 / 461, N 2048 606
+    # / 595, N 8192 703 / 699, N 16384 674 / 673; N 512, by turns alone 368 / 358, with the scaling 370. Full, the
+    # scaling 639 / 633, 696 / 680. A window of 1024 520 / 535, with the scaling alone 533.
     # Places by masks, with both: causal N 512 347 / 343, full 672 / 670, 673 / 670.
-    roomy = not bounded or (not crowded and narrow)
+    diagonal = bounded and not crowded
     return Config(
         dim,
         dim_v,
@@ -142,13 +151,16 @@ def _tiles_128(problem: Problem, dim: int, dim_v: int, bounded: bool) -> Config:
         keys=64 if narrow else 128,
         stages=4 if narrow else 2,
         registers=232 if crowded else 240,
-        query_stages=2 if roomy else 1,
+        query_stages=2 if light else 1,
         wait_after_max=light and not narrow,
         place_masks=light,
         finite_max=light,
         thread_sums=True,
         early_decay=True,
         by_warp=True,
+        halves=diagonal and not narrow,
+        by_turns=diagonal,
+        scales_changed=not crowded,
     )
 
 
@@ -172,7 +184,7 @@ def _tiles_64(problem: Problem, bounded: bool) -> Config:
     # In turn: full N 2048 511 / 473. Waiting for P V after the row maximum: full N 8192 540 / 530, causal -1%. Sums by
     # threads: full N 2048 517 / 513, causal N 8192 494 / 499. Their decay early: full N 2048 529 / 525,
     # N 8192 534 / 533. Arrivals by warp: causal N 8192 506 / 512, full 534 / 534, a window of 1024 387 / 383. Finite
-    # maxima: full N 8192 544 / 540, causal 514 / 517.
+    # maxima: full N 8192 544 / 540, causal 514 / 517. Halves: causal N 8192 518 / 513.
     return Config(
         64,
         64,
@@ -185,6 +197,7 @@ def _tiles_64(problem: Problem, bounded: bool) -> Config:
         finite_max=not bounded,
         thread_sums=not bounded,
         early_decay=True,
+        halves=bounded and band.lo is None and not problem.packed,
     )
 
 

@@ -15,6 +15,7 @@ class Layouts:
     """How the tiles of one compute group lie in its registers."""
 
     scores: gl.constexpr
+    half_scores: gl.constexpr
     acc: gl.constexpr
     weights: gl.constexpr
     row: gl.constexpr
@@ -26,7 +27,9 @@ class Layouts:
     def __init__(self, keys, dim_v, out_parts):
         scores = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, keys, 16])
         acc = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, dim_v, 16])
+        half = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, keys // 2, 16])
         self.scores = gl.constexpr(scores)
+        self.half_scores = gl.constexpr(half)
         self.acc = gl.constexpr(acc)
         self.weights = gl.constexpr(gl.DotOperandLayout(0, acc, 2))
         self.row = gl.constexpr(gl.SliceLayout(1, scores))

@@ -62,8 +62,12 @@ def compute(call):
     turn = start(1)
     tile = call.board.read(post)
     while tile.alive != 0:
-        q_place = q_round.at(q_round.index * call.config.groups + group)
-        place, turn = attend(call, tile, post, q_place, place, turn, group)
+        part = group
+        if call.config.by_turns:
+            part = group ^ post.index
+        q_place = q_round.at(q_round.index * call.config.groups + part)
+        row = tile.q_start + part * GROUP_ROWS
+        place, turn = attend(call, tile, row, post, q_place, place, turn, group)
         call.board.release(post)
         post = post.next()
         q_round = q_round.next(by_masks=True)
@@ -72,14 +76,13 @@ def compute(call):
 
 
 @gluon.jit
-def attend(call, tile, post, q_place, place, turn, group):
-    """Attention of the group's rows over the blocks they see; the tile's other blocks are let pass."""
+def attend(call, tile, row, post, q_place, place, turn, group):
+    """Attention of 64 rows over the blocks they see; the tile's other blocks are let pass."""
     config: gl.constexpr = call.config
     layouts: gl.constexpr = call.layouts
     KEYS: gl.constexpr = config.keys
     TILE_ROWS: gl.constexpr = GROUP_ROWS * config.groups
     DIM_V: gl.constexpr = config.dim_v
-    row = tile.q_start + group * GROUP_ROWS
     block_keys = call.band.blocks(tile, tile.q_start, TILE_ROWS, KEYS)
     keys = call.band.blocks(tile, row, GROUP_ROWS, KEYS).within(block_keys)
     rows = row + gl.arange(0, GROUP_ROWS, layouts.row)
@@ -95,7 +98,7 @@ def attend(call, tile, post, q_place, place, turn, group):
     if config.has_hi:
         for n in range(keys.last - top):
             state = step_alone(call, tile, q_tile, rows, keys.last - 1 - n, state, group)
-    state = pipeline(call, tile, q_tile, q_place, rows, keys, top, state, group)
+    state = pipeline(call, tile, q_tile, q_place, row, rows, keys, top, state, group)
     if config.has_lo:
         for n in range(keys.full - keys.first):
             state = step_alone(call, tile, q_tile, rows, keys.full - 1 - n, state, group)
@@ -107,17 +110,27 @@ def attend(call, tile, post, q_place, place, turn, group):
 
 
 @gluon.jit
-def pipeline(call, tile, q_tile, q_place, rows, keys, top, state, group):
+def pipeline(call, tile, q_tile, q_place, row, rows, keys, top, state, group):
     """The blocks below `top`, of which only the first may need a mask, with the products next to the softmax.
 
-    Where no masked blocks follow, the queries are given back before the last product with V.
+    Of that one, rows that see no more meet half. Where no masked blocks follow, the queries are given back before the
+    last product with V.
     """
     early: gl.constexpr = not call.config.has_lo
     if top > keys.full:
         summed = 0
         if call.config.has_hi:
             summed = keys.last - top
-        state, weights = begin(call, tile, q_tile, rows, top - 1, state, summed, group)
+        KEYS: gl.constexpr = call.config.keys
+        if call.config.halves:
+            if (top - 1 > keys.full) & call.band.see_half(tile, row, GROUP_ROWS, top - 1, KEYS):
+                state, half = begin(call, tile, q_tile, rows, top - 1, state, summed, group, KEYS // 2)
+                top -= 1
+                state, weights = step(call, tile, q_tile, rows, top - 1, state, half, group)
+            else:
+                state, weights = begin(call, tile, q_tile, rows, top - 1, state, summed, group, KEYS)
+        else:
+            state, weights = begin(call, tile, q_tile, rows, top - 1, state, summed, group, KEYS)
         for n in range(top - 1 - keys.full):
             state, weights = step(call, tile, q_tile, rows, top - 2 - n, state, weights, group)
         if early:
@@ -144,18 +157,18 @@ def let_pass(call, place, turn, n, group):
 
 
 @gluon.jit
-def begin(call, tile, q_tile, rows, block, state, summed, group):
+def begin(call, tile, q_tile, rows, block, state, summed, group, KEYS: gl.constexpr):
     """The first block of the pipeline, and the only one in it that may need a mask: nothing to overlap with yet.
 
-    `summed`: how many blocks came before. After none there is nothing to scale.
+    `summed`: how many blocks came before. After none there is nothing to scale. `KEYS`: how many keys of the block.
     """
-    scores = multiply_keys(call, q_tile, state, group)
+    scores = multiply_keys(call, q_tile, state, group, KEYS)
     call.turns.pass_on(group)
     scores = warpgroup_mma_wait(0, deps=[scores])
     call.keys.release(state.place)
     scores = shape_scores(call, tile, scores, rows, block, call.config.masks)
     factor = call.scoring.factor()
-    row_max = gl.maximum(state.row_max, gl.max(scores, 1) * factor)
+    row_max = gl.maximum(state.row_max, gl.convert_layout(gl.max(scores, 1), call.layouts.row) * factor)
     weights, decay, row_sum = exponentials(call, scores, row_max, state.row_max, state.row_sum, factor)
     acc = state.acc
     if summed != 0:
@@ -168,11 +181,13 @@ def begin(call, tile, q_tile, rows, block, state, summed, group):
 def step(call, tile, q_tile, rows, block, state, weights, group):
     """One block of keys: its scores and softmax, while the weights of the block before meet their tile of V.
 
-    `state.place` is where that tile lies.
+    `state.place` is where that tile lies; weights of half a block meet its first half.
     """
     ahead = state.ahead(call.config.place_masks)
-    scores = multiply_keys(call, q_tile, ahead, group)
+    scores = multiply_keys(call, q_tile, ahead, group, call.config.keys)
     v_tile = call.values.get(state.place)
+    if weights.shape[1] < call.config.keys:
+        v_tile = v_tile.slice(0, weights.shape[1], 0)
     acc = warpgroup_mma(weights, v_tile, state.acc, is_async=True)
     call.turns.pass_on(group)
     scores = warpgroup_mma_wait(1, deps=[scores])
@@ -188,9 +203,27 @@ def step(call, tile, q_tile, rows, block, state, weights, group):
     if not call.config.wait_after_max:
         acc = warpgroup_mma_wait(0, deps=[acc])
         call.values.release(state.place)
-    acc = acc * gl.convert_layout(decay, call.layouts.acc_row)[:, None]
+    decay = gl.convert_layout(decay, call.layouts.acc_row)[:, None]
+    if call.config.scales_changed:
+        acc = scale_changed(acc, decay)
+    else:
+        acc = acc * decay
     weights = gl.convert_layout(weights.to(q_tile.dtype), call.layouts.weights)
     return State(acc, row_max, row_sum, ahead.place, ahead.turn.again()), weights
+
+
+@gluon.jit
+def scale_changed(acc, decay):
+    """`acc * decay` by multiplications that do nothing where the factor is 1: as many instructions, less energy."""
+    acc, decay = gl.broadcast(acc, decay)
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.neu.f32 p, $2, 0f3F800000; mov.b32 $0, $1; @p mul.f32 $0, $1, $2; }",
+        "=f,f,f",
+        [acc, decay],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -211,30 +244,33 @@ def step_alone(call, tile, q_tile, rows, block, state, group):
     A branch around the mask inside the pipeline makes the compiler wait for the product with V before the softmax, not
     in its middle: 7% (H200, D 128, N 16384). A loop of its own in there makes it unpack and repack the weights.
     """
-    state, weights = begin(call, tile, q_tile, rows, block, state, 1, group)
+    state, weights = begin(call, tile, q_tile, rows, block, state, 1, group, call.config.keys)
     return end(call, state, weights)
 
 
 @gluon.jit
-def multiply_keys(call, q_tile, state, group):
-    """Start the product of the queries with the tile of K at `state.place`."""
-    KEYS: gl.constexpr = call.config.keys
+def multiply_keys(call, q_tile, state, group, KEYS: gl.constexpr):
+    """Start the product of the queries with the tile of K at `state.place`, with all its keys or the first half."""
     k_tile = call.keys.get(state.place)
     call.turns.wait(group, state.turn)
-    zero = gl.zeros([GROUP_ROWS, KEYS], gl.float32, call.layouts.scores)
+    if call.config.keys == KEYS:
+        zero = gl.zeros([GROUP_ROWS, KEYS], gl.float32, call.layouts.scores)
+    else:
+        zero = gl.zeros([GROUP_ROWS, KEYS], gl.float32, call.layouts.half_scores)
+        k_tile = k_tile.slice(0, KEYS, 0)
     return warpgroup_mma(q_tile, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def shape_scores(call, tile, scores, rows, block, MASKED: gl.constexpr):
     """Apply the score terms and, where the block is not seen whole, the mask."""
-    KEYS: gl.constexpr = call.config.keys
-    cols = gl.arange(0, KEYS, gl.SliceLayout(0, call.layouts.scores))[None, :]
+    layout: gl.constexpr = scores.type.layout
+    cols = gl.arange(0, scores.shape[1], gl.SliceLayout(0, layout))[None, :]
     # A thread holds columns 8 a + 2 lane + b. Counting from its lane makes a and b constants of each instruction.
     lane = cols & 6
     cols = cols & ~6
-    origin = block * KEYS + lane
-    rows = rows[:, None] - origin
+    origin = block * call.config.keys + lane
+    rows = gl.convert_layout(rows, gl.SliceLayout(1, layout))[:, None] - origin
     scores = call.scoring.apply(scores, tile, rows, cols)
     if MASKED:
         scores = gl.where(call.band.keeps(tile, rows, cols, origin), scores, -INF)
@@ -247,6 +283,7 @@ def exponentials(call, scores, row_max, old_max, row_sum, factor):
     finite_max = row_max
     if not call.config.finite_max:
         finite_max = gl.where(row_max == -INF, 0.0, row_max)  # a row that has seen no key yet: exp2(-inf - 0) is 0
-    weights = gl.exp2(scores * factor - finite_max[:, None])
+    of_row: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
+    weights = gl.exp2(scores * factor - gl.convert_layout(finite_max, of_row)[:, None])
     decay = gl.exp2(old_max - finite_max)
     return weights, decay, add_block(row_sum, decay, weights, call.config.thread_sums, call.config.early_decay)

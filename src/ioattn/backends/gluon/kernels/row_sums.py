@@ -38,7 +38,7 @@ def add_block(sums, decay, weights, by_thread: gl.constexpr, early: gl.constexpr
         total = gl.sum(gl.where(place == PAIRS // 4 * 3, pairs + before, pairs), 1)
         total = gl.convert_layout(total, sums.type.layout)
     else:
-        more = sum_rows(weights, by_thread)
+        more = gl.convert_layout(sum_rows(weights, by_thread), sums.type.layout)
         if by_thread:
             decay = gl.convert_layout(decay, gl.SliceLayout(1, more.type.layout))[:, None]
         total = sums * decay + more

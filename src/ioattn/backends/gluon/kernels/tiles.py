@@ -158,6 +158,12 @@ class Band:
         return Keys(first, gl.minimum(gl.maximum(full, first), masked), masked, last)
 
     @gluon.jit
+    def see_half(self, tile, row, rows: gl.constexpr, block, keys: gl.constexpr):
+        """Whether queries `[row, row + rows)` of the tile's sequence see nothing of a block's second half."""
+        last_row = gl.minimum(row + rows, tile.len_q) - 1
+        return last_row + self.shift_of(tile) + self.hi < block * keys + keys // 2
+
+    @gluon.jit
     def keeps(self, tile, rows, cols, origin):
         """Whether each query in `rows` sees each key in `cols`, both counted from `origin`; shapes broadcast."""
         below = tile.len_k - 1 - origin
