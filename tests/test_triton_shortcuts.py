@@ -14,21 +14,22 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from test_triton_compile import GPUS, TILES_ARE_FOR_THIS_TRITON, Machine, compile_for, empty, kernels, machine_of
 
 from ioattn.backends.triton import shortcuts
-from ioattn.backends.triton.kernels.tanh import SERIES
+from ioattn.backends.triton.kernels.tanh import SERIES, SHORT_SERIES
 from ioattn.problem import Options, Problem, Tensors
 
 BIAS = {"bias": empty(1, 1, 2048, 2048, dtype=torch.bfloat16)}
 
 
-def test_the_polynomial_is_tanh_up_to_where_it_ends() -> None:
+@pytest.mark.parametrize(("series", "limits"), [(SERIES, (1e-7, 3e-7)), (SHORT_SERIES, (3.4e-6, 8.4e-6))])
+def test_a_polynomial_is_tanh_up_to_where_it_ends(series: tuple[float, ...], limits: tuple[float, float]) -> None:
     """In float32, as the kernels compute it; a score's error is softcap times as large."""
     x = torch.linspace(-shortcuts.NEAR, shortcuts.NEAR, 10001)
     square, value = x * x, torch.zeros_like(x)
-    for coefficient in reversed(SERIES):
+    for coefficient in reversed(series):
         value = value * square + coefficient
     error = (x * value - x.double().tanh()).abs()
-    assert error.max() < 1e-7
-    assert (error <= 3e-7 * x.abs()).all()
+    assert error.max() < limits[0]
+    assert (error <= limits[1] * x.abs()).all()
 
 
 @pytest.mark.parametrize("softcap", [1e-3, 5.0, 20.0, 30.0, 50.0, 100.0])
@@ -76,19 +77,55 @@ def test_maxima_and_not_sums_are_what_threads_of_a_row_exchange(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_small_scores_with_softcap_take_one_special_function_each(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Forward, dQ, dK and dV at D 64: 32 scores of a thread; those that are not small take more behind a branch."""
+    """Forward, dQ, dK and dV at D 64; of a thread's scores those that are not small take more behind a branch."""
     for kernel in kernels(90, dtype, 64, Options(softcap=20.0)):
         if kernel.name in ("forward_kernel", "query_kernel", "key_value_kernel"):
             full, *_ = machine_of(compile_for(90, kernel), tmp_path).loops()
             vote = next(at for at, i in enumerate(full) if "VOTE.ANY" in i)
             near = next(at for at, i in enumerate(full) if at > vote + 1 and "BRA" in i)
             special = ["MUFU" in i for i in full]
+            tiles = kernel.prepared.tiles
+            scores = tiles.q_tile * tiles.k_tile // (32 * tiles.num_warps)
             far = next(at for at, i in enumerate(full) if at > near and "F2FP" in i)
             assert sum(special[vote:near]) == 0, kernel
-            assert near - vote < 32 * 5 + 20, kernel
-            assert sum(special[near:far]) > 32, kernel
-            limit = 32 * 3 if kernel.name != "forward_kernel" else 32 * 2 + 4
+            assert near - vote < scores * 5 + 20, kernel
+            assert sum(special[near:far]) > scores, kernel
+            limit = scores * 3 if kernel.name != "forward_kernel" else scores * 2 + 4
             assert sum(special) == limit, kernel
+
+
+def test_products_with_softcap_are_looked_at_as_they_are(tmp_path: Path) -> None:
+    """As queries, or keys, have been multiplied by a power of two."""
+    for kernel in kernels(90, torch.bfloat16, 64, Options(softcap=20.0)):
+        if kernel.name in ("forward_kernel", "query_kernel", "key_value_kernel"):
+            full, *_ = machine_of(compile_for(90, kernel), tmp_path).loops()
+            product = next(at for at, i in enumerate(full) if "WARPGROUP.DEPBAR" in i)
+            vote = next(at for at, i in enumerate(full) if "VOTE.ANY" in i)
+            assert not any("FMUL" in i for i in full[product:vote]), kernel
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_lse_and_delta_are_copied_once_and_used_as_they_are(dim: int, tmp_path: Path) -> None:
+    """In dK and dV: one copy of a thread for both, and nothing that looks for queries that saw nothing."""
+    for kernel in kernels(90, torch.bfloat16, dim):
+        if kernel.name == "key_value_kernel":
+            full, *_ = machine_of(compile_for(90, kernel), tmp_path).loops()
+            tiles = kernel.prepared.tiles
+            of_queries = tiles.q_tile * 2 * dim * 2 // 16 // (32 * tiles.num_warps)
+            assert sum("LDGSTS" in i for i in full) == of_queries + 1, kernel
+            assert not any("FSETP" in i or "FSEL" in i for i in full), kernel
+
+
+@pytest.mark.parametrize(("dim", "softcap", "with_bias"), [(64, 20.0, False), (128, 20.0, False), (64, None, True)])
+def test_where_operands_are_scaled(dim: int, softcap: float | None, with_bias: bool) -> None:
+    """In the backward not with a bias; at D 256 dV has a kernel of its own, in which keys have no way to take."""
+    x = torch.empty(1, 1, 64, dim, dtype=torch.bfloat16, device="meta")
+    bias = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16, device="meta") if with_bias else None
+    options = Options(softcap=softcap)
+    wide = torch.empty(1, 1, 64, 256, dtype=torch.bfloat16, device="meta")
+    assert shortcuts.is_scaled(Problem.of(Tensors(x, x, x, bias), options), backward=False)
+    assert shortcuts.is_scaled(Problem.of(Tensors(x, x, x, bias), options), backward=True) is not with_bias
+    assert not shortcuts.is_scaled(Problem.of(Tensors(wide, wide, wide, bias), options), backward=True)
 
 
 @pytest.mark.parametrize("sm", GPUS)
@@ -116,12 +153,19 @@ def test_tensor_cores_start_from_a_bias(tmp_path: Path) -> None:
     assert sum("FFMA" in i for i in unscaled) >= 32 + 2 * 2 + 32
 
 
+def test_a_step_with_a_bias_does_not_look_for_rows_that_are_far(tmp_path: Path) -> None:
+    """Nor make an address anew; 350 instructions before, 1.01 to 1.04 of the time on an H200."""
+    full, *_ = forward(torch.bfloat16, 64, Options(), tmp_path, **BIAS).loops()
+    assert not any("FSETP" in i or "FSEL" in i for i in full)
+    assert len(full) < 335 or not TILES_ARE_FOR_THIS_TRITON
+
+
 @pytest.mark.parametrize(("dim", "expected"), [(64, True), (128, False)])
-def test_rows_have_a_factor_of_their_own_up_to_64(dim: int, expected: bool) -> None:
+def test_steps_with_a_bias_hand_on_units_up_to_64(dim: int, expected: bool) -> None:
     x = torch.empty(1, 1, 64, dim, dtype=torch.bfloat16, device="meta")
     bias = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16, device="meta")
-    assert shortcuts.is_rowwise(Problem.of(Tensors(x, x, x, bias), Options())) is expected
-    assert not shortcuts.is_rowwise(Problem.of(Tensors(x, x, x), Options()))
+    assert shortcuts.carries_units(Problem.of(Tensors(x, x, x, bias), Options())) is expected
+    assert not shortcuts.carries_units(Problem.of(Tensors(x, x, x), Options()))
 
 
 @pytest.mark.parametrize(

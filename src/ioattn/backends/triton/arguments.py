@@ -86,7 +86,8 @@ class Upstream(NamedTuple):
 
     dout: Matrix
     lse: Rows
-    delta: Rows
+    delta: Rows | None
+    """None where `lse` leads to pairs: see `tiles.load_pairs`."""
     out: Matrix | None = None
     """Where dQ's kernel makes delta, in 16 bits: what it is made of besides dout."""
     dlse: Rows | None = None
@@ -166,6 +167,8 @@ class Form(NamedTuple):
     """Softcap is all that happens to scores, and is done by a short way: in the forward they are powers of two."""
     NEAR: int
     """Where SQUASHED: how many scores of a thread, 32 or 16, take the way of small ones together; 0: none does."""
+    SHORT: bool
+    """Where SQUASHED, in the backward: small scores take a polynomial that is as accurate as bfloat16 needs."""
     BOUNDED: bool
     """Where SQUASHED: no score is far from 0, and weights are exp(score), whatever the maximum of a row."""
     FIRST: bool
@@ -174,14 +177,17 @@ class Form(NamedTuple):
     A tile with a score that is too far above it is computed again by `repair.py`.
     """
     SCALED: bool
-    """In the forward, queries are multiplied by `Numbers.q_factor` first: one multiplication less per score."""
+    """Queries, for dK and dV keys, are multiplied by `Numbers.q_factor` first: one multiplication less per score."""
     FUSED: bool
     """A weight's exponent is one multiply-add: 5% of a 16-bit kernel's time.
 
     It rounds the maximum, or the LSE, once more: too coarse for float32, and for a bias that moves scores by 1e30.
     """
-    ROWWISE: bool
-    """It is, in the forward, with a bias, too; rows whose maximum is beyond 1e9 have a factor of their own."""
+    CARRIED: bool
+    """It is, in the forward, with a bias, too: steps hand on the unit of a row's sums, which is made of its maximum.
+
+    Beyond 1e9 that unit is too coarse: such rows are computed again by `repair.py`, with a factor of their own.
+    """
     BY_THREAD: bool
     """Each thread sums the weights that it has, in the forward, and threads meet once, at the end."""
     EVEN: bool
@@ -189,6 +195,8 @@ class Form(NamedTuple):
     PRECISION: str
     SPLIT: bool
     """The backward has the LSE in two parts: in float32, where one would round the weights."""
+    THREADS: int
+    """Of a program."""
 
 
 WIDE_STRIDE = 2**31 // 512

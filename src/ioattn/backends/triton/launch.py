@@ -144,9 +144,10 @@ def prepare_gradients(
 
 
 def rows_for(problem: Problem, lse: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Room for delta and, in float32, the LSE in two parts."""
+    """Room for delta and, in float32, the LSE in two parts; in 16 bits for it as `tiles.load_pairs` reads it."""
     if problem.dtype != torch.float32:
-        return torch.empty_like(lse), None, None
+        pairs = lse.new_empty((*lse.shape, 2))
+        return pairs[..., 1], pairs[..., 0], None
     return torch.empty_like(lse), torch.empty_like(lse), torch.empty_like(lse)
 
 
@@ -280,19 +281,19 @@ def backward_arguments(
     lse_rows, delta_rows = Rows.of(lse, packed), Rows.of(delta, packed)
     dq, dk, dv = (Matrix.of(x, packed) for x in grads[:3])
     dbias = Matrix.maybe(grads.dbias)
-    upstream = Upstream(dout_matrix, lse_rows, delta_rows)
-    if rest is not None:
-        upstream = Upstream(dout_matrix, Rows.of(rest, packed), delta_rows, factor=factor)
-    dlse_rows = None if dlse is None else Rows.of(dlse, packed)
     own_bias = dbias if _repeats_nothing(problem) else None
-    totals_rows = None if totals is None else Rows.of(totals, packed)
-    full_delta = delta_rows if totals_rows is None else totals_rows
+    upstream = Upstream(dout_matrix, lse_rows, delta_rows)
+    if problem.dtype == torch.float32:
+        upstream = Upstream(dout_matrix, Rows.of(rest, packed), delta_rows, factor=factor)
+    dlse_rows, totals_rows = (None if x is None else Rows.of(x, packed) for x in (dlse, totals))
 
     def main(given: tuple[Inputs, Upstream], apart: bool) -> list[Arguments]:
-        key, value = (*given, dk, None if apart else dv), (*given, None, dv)
-        if rest is None:
-            given = (given[0], upstream._replace(out=Matrix.of(out, packed), dlse=dlse_rows))
-        return [(*given, dq, own_bias, totals_rows), key, value]
+        of_queries, of_keys = given, given
+        if problem.dtype != torch.float32:
+            of_queries = (inputs, upstream._replace(out=Matrix.of(out, packed), dlse=dlse_rows))
+            of_keys = (inputs, upstream._replace(lse=Rows.of(rest, packed), delta=None))
+        key, value = (*of_keys, dk, None if apart else dv), (*of_keys, None, dv)
+        return [(*of_queries, dq, own_bias, totals_rows), key, value]
 
     before: list[Arguments] = [()] * 5
     if room.scales is not None:
@@ -304,7 +305,7 @@ def backward_arguments(
         (Matrix.of(out, packed), dlse_rows, lse_rows, upstream),
         *before,
         *main((inputs, upstream), bool(steps.value)),
-        (inputs, upstream._replace(delta=full_delta), dbias if partial is None else Matrix.of(partial)),
+        (inputs, upstream._replace(delta=totals_rows or delta_rows), dbias if partial is None else Matrix.of(partial)),
     ]
 
 
@@ -357,7 +358,7 @@ def _launch(
     if problem.packed:
         # Slack is cleared even where no sequence has a row.
         count = max(1, count)
-    return count * heads, _numbers(problem, tensors, heads, count), _form(problem, tiles, wide, order)
+    return count * heads, _numbers(problem, tensors, heads, count), _form(problem, direction, tiles, wide, order)
 
 
 def _inputs(problem: Problem, tensors: Tensors, scales: Tensor | None) -> Inputs:
@@ -410,7 +411,7 @@ def _section(problem: Problem) -> int:
     return max(1, SECTION_BYTES // head_bytes)
 
 
-def _form(problem: Problem, tiles: Tiles, wide: bool, order: str) -> Form:
+def _form(problem: Problem, direction: Direction, tiles: Tiles, wide: bool, order: str) -> Form:
     halves = tiles.precision == config.FP16X3
 
     def box(rows: int, columns: int, order: str = "") -> Any:
@@ -428,15 +429,17 @@ def _form(problem: Problem, tiles: Tiles, wide: bool, order: str) -> Form:
         LATE=late,
         SQUASHED=shortcuts.is_squashed(problem),
         NEAR=_together(tiles),
+        SHORT=direction != "forward" and shortcuts.is_bounded(problem),
         BOUNDED=shortcuts.is_bounded(problem),
         FIRST=shortcuts.takes_first(problem),
-        SCALED=shortcuts.q_factor(problem) != 1.0,
+        SCALED=shortcuts.is_scaled(problem, backward=direction != "forward"),
         FUSED=problem.bias is None and problem.dtype != torch.float32,
-        ROWWISE=shortcuts.is_rowwise(problem),
+        CARRIED=shortcuts.carries_units(problem),
         BY_THREAD=shortcuts.sums_by_thread(problem),
         EVEN=(problem.bias is not None or problem.mask is not None) and problem.len_k % 16 == 0,
         PRECISION=tiles.precision,
         SPLIT=problem.dtype == torch.float32,
+        THREADS=32 * tiles.num_warps,
     )
 
 

@@ -41,11 +41,11 @@ def takes_first(problem: Problem) -> bool:
     return is_squashed(problem) and not is_bounded(problem) and not problem.band.bounded and problem.mask is None
 
 
-def is_rowwise(problem: Problem) -> bool:
-    """Whether, with a bias, a weight's exponent is one multiply-add, with a factor for each row.
+def carries_units(problem: Problem) -> bool:
+    """Whether, with a bias, a weight's exponent is one multiply-add, in units that steps hand on.
 
-    H200, B4 N4096: D 64 330 against 327 TFLOP/s. At D 128 all maxima would come in front of all exponentials, which
-    then wait: 373, where it was 434.
+    H200, B4 N4096: D 64 359 against 354 TFLOP/s, in another run 331 against 320. At D 128 all maxima would come in
+    front of all exponentials, which then wait: 373, where it was 434.
     """
     return problem.bias is not None and problem.dtype == torch.bfloat16 and max(problem.dim, problem.dim_v) <= 64
 
@@ -54,14 +54,23 @@ def sums_by_thread(problem: Problem) -> bool:
     """Whether the threads of a row meet for its sum only when all keys have been seen.
 
     H200, B4 N4096: D 64 483 against 472 TFLOP/s, D 128 544 against 516. At D 256 it spills: causal 445 against 509.
-    With a bias at D 128 it was timed with the factors of `is_rowwise` only.
+    With a bias at D 128 it was timed with such multiply-adds only.
     """
     widest = max(problem.dim, problem.dim_v)
     return problem.dtype != torch.float32 and widest <= (128 if problem.bias is None else 64)
 
 
+def is_scaled(problem: Problem, backward: bool) -> bool:
+    """Whether queries, for dK and dV keys, are multiplied by `q_factor`.
+
+    Not in the backward with a bias, and not where dV has a kernel of its own, without the tile that keys pass through.
+    """
+    wanted = q_factor(problem) != 1.0
+    return wanted and not (backward and (problem.bias is not None or max(problem.dim, problem.dim_v) > 128))
+
+
 def q_factor(problem: Problem) -> float:
-    """A power of two that queries are multiplied by in the forward, exactly; 1 where none helps.
+    """A power of two that queries or keys are multiplied by, exactly; 1 where none helps.
 
     With a bias it is the scale, if that is one: tensor cores then start from the bias. With softcap it makes 2 of a
     score where the polynomial ends, or more.

@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ioattn.backends.triton.arguments import Rows
 from ioattn.backends.triton.kernels.products import (
     add_product,
     belongs_to_others,
@@ -32,11 +33,14 @@ from ioattn.backends.triton.kernels.scores import (
     turned_pairs_at,
     words_at,
 )
-from ioattn.backends.triton.kernels.tanh import NEAR, tanh_of_halves
+from ioattn.backends.triton.kernels.tanh import squashed_of
 from ioattn.backends.triton.kernels.tiles import (
     EDGE,
     FULL,
     LOG2E,
+    UNSEEN,
+    Keys,
+    Queries,
     Task,
     clear_slack,
     decoded,
@@ -53,6 +57,7 @@ from ioattn.backends.triton.kernels.tiles import (
     place,
     rounded,
     row_at,
+    scaled_by_way_of,
     score_scale,
     sequence_of,
     store_tile,
@@ -122,7 +127,7 @@ def key_value_kernel(inputs, upstream, dk, dv, numbers, form: tl.constexpr, step
     k_start = tile * form.K.ROWS
     if k_start >= seq.len_k:
         return
-    keys = load_keys(task, k_start, form, EDGE)
+    keys = keys_at(k_start, dk, kv_head, task, form)
     dk_tile = sum_for(dk, form.K)
     dv_tile = sum_for(dv, form.V)
     separate = query_ranges(k_start, task, form)
@@ -145,6 +150,18 @@ def key_value_kernel(inputs, upstream, dk, dv, numbers, form: tl.constexpr, step
                 dk_tile, dv_tile, queries, keys, words, None, None, task, dk, dv, form, step, dstep, EDGE
             )
     store_keys(dk_tile, dv_tile, dk, dv, kv_head, k_start, task, form)
+
+
+@device
+def keys_at(k_start, dk, kv_head, task, form: tl.constexpr):
+    """The tile of keys and values."""
+    keys = load_keys(task, k_start, form, EDGE)
+    if form.SCALED:
+        seq = task.seq
+        first = row_at(dk, seq.batch, kv_head, seq.start_k)
+        k = scaled_by_way_of(dk, first, keys.k, k_start, seq.len_k, task.numbers.q_factor, form.K)
+        keys = Keys(k_start, k, keys.v)
+    return keys
 
 
 @device
@@ -231,7 +248,7 @@ def query_kernel(
     q_start = tile * form.Q.ROWS
     if q_start >= seq.len_q:
         return
-    queries = queries_at(q_start, upstream, dbias, task, form)
+    queries = queries_at(q_start, upstream, dq, dbias, task, form)
     dq_tile = zeros_for(form.Q)
     total = tl.zeros((form.Q.ROWS,), tl.float32)
     sums = tl.zeros((form.Q.ROWS,), tl.float32)
@@ -257,7 +274,7 @@ def query_kernel(
 
 
 @device
-def queries_at(q_start, upstream, dbias, task, form: tl.constexpr):
+def queries_at(q_start, upstream, dq, dbias, task, form: tl.constexpr):
     """The tile of queries; writes its delta where that is made here."""
     if dbias is None:
         # Not those that see alone: what has passed a select comes to the tensor cores by way of registers.
@@ -266,6 +283,15 @@ def queries_at(q_start, upstream, dbias, task, form: tl.constexpr):
         queries = load_seeing_queries(task, upstream, q_start, form)
     if upstream.out is not None:
         store_rows(queries.delta, upstream.delta, q_start, task, form)
+        if not form.SPLIT:
+            # Beside delta, in front of it: see `load_pairs`.
+            seen = load_rows(upstream.lse, task, q_start, EDGE, form.Q.ROWS) != -float("inf")
+            before = Rows(upstream.delta.ptr - 1, upstream.delta.batch, upstream.delta.head, upstream.delta.row)
+            store_rows(tl.where(seen, queries.lse, UNSEEN), before, q_start, task, form)
+    if form.SCALED:
+        first = row_at(dq, task.seq.batch, task.head, task.seq.start_q)
+        q = scaled_by_way_of(dq, first, queries.q, q_start, task.seq.len_q, task.numbers.q_factor, form.Q)
+        queries = Queries(queries.start, q, queries.dout, queries.lse, queries.delta, queries.factor)
     return queries
 
 
@@ -371,19 +397,13 @@ def weights_of(product, distance, operands, lse, task, form: tl.constexpr, step:
     """exp(scores - lse) of a tile whose scores start as `product`, with an `lse` that broadcasts to it."""
     scale = score_scale(task)
     if form.FUSED and form.LATE:
-        weights = tl.exp2(product * (scale * LOG2E) - lse * LOG2E)
+        weights = tl.exp2(product * (scale * LOG2E) - lse)
     elif form.SQUASHED:
-        weights = tl.exp2(squashed_of(product, task, form) * (task.inputs.softcap * LOG2E) - lse * LOG2E)
+        weights = tl.exp2(squashed_of(product, task, form) * (task.inputs.softcap * LOG2E) - lse)
     else:
         scores = step(product * scale, distance, operands)
-        weights = tl.exp2(scores * LOG2E - lse * LOG2E if form.FUSED else (scores - lse) * LOG2E)
+        weights = tl.exp2(scores * LOG2E - lse if form.FUSED else (scores - lse) * LOG2E)
     return weights
-
-
-@device
-def squashed_of(product, task, form: tl.constexpr):
-    """The tanh of softcap, whose steps are the same wherever it is asked for."""
-    return tanh_of_halves(product * (score_scale(task) * (2.0 / NEAR) / task.inputs.softcap), form.NEAR)
 
 
 @device

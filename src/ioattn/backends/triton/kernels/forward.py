@@ -20,7 +20,7 @@ from ioattn.backends.triton.kernels.products import (
 )
 from ioattn.backends.triton.kernels.ranges import edge_start, in_one_loop, is_cut, key_ranges
 from ioattn.backends.triton.kernels.scores import distance_at, mask_at, operands_at, pairs_at, veil_at, words_at
-from ioattn.backends.triton.kernels.tanh import NEAR, capped, tanh_of_halves, tanh_of_scores
+from ioattn.backends.triton.kernels.tanh import capped, in_units, squashed_of, tanh_of_scores
 from ioattn.backends.triton.kernels.tiles import (
     EDGE,
     EXACT,
@@ -37,7 +37,6 @@ from ioattn.backends.triton.kernels.tiles import (
     load_keys,
     load_operand,
     load_q,
-    load_tile,
     margin_at,
     or_zero,
     place,
@@ -45,6 +44,7 @@ from ioattn.backends.triton.kernels.tiles import (
     rounded,
     row_at,
     rows_of,
+    scaled_by_way_of,
     score_scale,
     sequence_of,
     store_tile,
@@ -53,6 +53,10 @@ from ioattn.backends.triton.kernels.tiles import (
 
 FAR = tl.constexpr(2.0**30)
 """Where numbers in float32 are 64 apart: exp(-64) is as good as 2^-64, and either as good as 0."""
+
+LN2 = tl.constexpr(0.6931471824645996)
+LN2_REST = tl.constexpr(0.6931471805599453 - 0.6931471824645996)
+"""What float32 misses of it."""
 
 LARGEST = tl.constexpr(32768.0)
 """What scales weights, which are at most 1, before they are split into halves."""
@@ -76,14 +80,10 @@ def forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.const
     q_start = tile * form.Q.ROWS
     if q_start >= seq.len_q:
         return
-    q_tile = load_q(task, q_start, form, EDGE)
-    if form.SCALED:
-        q_tile = scaled_by_way_of(out, q_tile, q_start, task, form)
+    q_tile = queries_at(q_start, out, task, form)
     separate = key_ranges(q_start, task, form)
     ranges = in_one_loop(separate, seq.len_k, task, form.K.ROWS, form)
-    row_max, row_sum = sink_or_nothing(task, form)
-    if form.FIRST:
-        row_max = shift_of_first(q_tile, task, form)
+    row_max, row_sum = sums_before(q_tile, task, form)
     acc = zeros_for(form.OUT)
     # A tile ahead, or the assembler would put these loads where their results are needed, one after the other. At the
     # end of a step: read before the words of this one are used, they would be moved to where those are, at once.
@@ -101,27 +101,76 @@ def forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: tl.const
             words = words_at(q_start, k_start, task, form, EDGE)
             pairs = pairs_at(q_start, k_start, form)
             row_max, row_sum, acc = attend(row_max, row_sum, acc, q_tile, words, pairs, None, task, form, step, EDGE)
-    store_results(row_max, total_of(sound_or_nan(row_sum, task, form), form), acc, out, lse, q_start, task, form)
+    row_max, rest, row_sum = sums_after(row_max, row_sum, task, form)
+    store_results(row_max, rest, total_of(row_sum, form), acc, out, lse, q_start, task, form)
 
 
 @device
-def scaled_by_way_of(out, q_tile, q_start, task, form: tl.constexpr):
-    """The queries times a power of two, by way of memory: of the tile that the results will overwrite.
-
-    What is loaded, and nothing else, Triton hands the tensor cores in shared memory; registers have no room for it.
-    """
-    first = row_at(out, task.seq.batch, task.head, task.seq.start_q)
-    store_tile((q_tile.to(tl.float32),), task.numbers.q_factor, out, first, q_start, task.seq.len_q, form.Q)
-    tl.debug_barrier()
-    return load_tile(out, first, q_start, task.seq.len_q, form.Q, EDGE)
-
-
-@device
-def scaled(q_tile, task, form: tl.constexpr):
-    """The same, for kernels that may keep it in registers."""
+def queries_at(q_start, out, task, form: tl.constexpr):
+    """The tile of queries."""
+    q_tile = load_q(task, q_start, form, EDGE)
     if form.SCALED:
-        q_tile = rounded(q_tile.to(tl.float32) * task.numbers.q_factor, q_tile.dtype)
+        first = row_at(out, task.seq.batch, task.head, task.seq.start_q)
+        q_tile = scaled_by_way_of(out, first, q_tile, q_start, task.seq.len_q, task.numbers.q_factor, form.Q)
     return q_tile
+
+
+@device
+def sums_before(q_tile, task, form: tl.constexpr):
+    """The maxima of rows, or what stands for them, and the sums before the first key.
+
+    Where units are carried, the unit as a power of two, never below a clamp, and the maximum.
+    """
+    row_max, row_sum = sink_or_nothing(task, form)
+    if form.FIRST:
+        row_max = shift_of_first(q_tile, task, form)
+    elif form.CARRIED:
+        row_max = (tl.maximum(row_max * LOG2E, -FAR * LOG2E), row_max)
+    return row_max, row_sum
+
+
+@device
+def sums_after(row_max, row_sum, task, form: tl.constexpr):
+    """The maxima of rows, what the unit of sums misses of them, and the sums; NaN where `repair.py` is to look."""
+    row_sum = sound_or_nan(row_sum, task, form)
+    if form.CARRIED:
+        unit, largest = row_max
+        is_far = (tl.abs(unit) >= FAR * LOG2E) & (largest != -INF)
+        row_sum = tl.where(tl.max(is_far.to(tl.int32)) == 0, row_sum, float("nan"))
+        row_max, rest = natural_of(unit)
+    else:
+        rest = 0.0
+    return row_max, rest, row_sum
+
+
+@device
+def natural_of(unit):
+    """What a unit is a power of e of, and what that misses: by 2^-24 of a score of 1e4 the LSE would be off by 6e-4."""
+    shift = product_of(unit, LN2)
+    return shift, tl.fma(unit, LN2, -shift) + unit * LN2_REST
+
+
+@device
+def rows_after(row_max, form: tl.constexpr):
+    """The maxima of rows, or what stands for them, and what the unit of sums misses of them, where none is carried.
+
+    To the bit what carried units lead to, but of rows that are too far for them.
+    """
+    rest = 0.0
+    if form.CARRIED:
+        is_near = tl.abs(row_max) < FAR
+        shift, rest = natural_of(product_of(or_zero(row_max), LOG2E))
+        row_max = tl.where(is_near, shift, row_max)
+        rest = tl.where(is_near, rest, 0.0)
+    return row_max, rest
+
+
+@device
+def scaled(tile, task, SCALED: tl.constexpr):
+    """The same as `scaled_by_way_of`, for kernels that may keep it in registers."""
+    if SCALED:
+        tile = rounded(tile.to(tl.float32) * task.numbers.q_factor, tile.dtype)
+    return tile
 
 
 @device
@@ -162,15 +211,10 @@ def sound_or_nan(sums, task, form: tl.constexpr):
 
 
 @device
-def store_results(row_max, row_sum, acc, out, lse, q_start, task, form: tl.constexpr):
+def store_results(row_max, rest, row_sum, acc, out, lse, q_start, task, form: tl.constexpr):
     """Divide by the sum of the weights and write `out` and `lse`."""
     seq = task.seq
-    log_sum = tl.log(row_sum)
-    if form.ROWWISE:
-        # The unit of sums is not quite the maximum: by 2^-24 of a score of 1e4 the LSE would be off by 6e-4 more.
-        shift = or_zero(row_max)
-        row_factor = tl.where(tl.abs(shift) >= FAR, 1.0, LOG2E)
-        log_sum -= tl.fma(shift, row_factor, -product_of(shift, row_factor)) * (1.0 / LOG2E)
+    log_sum = tl.log(row_sum) + rest
     # A row that saw no key has row_sum 0 (or only its sink's 1) and acc 0: out 0.
     factor = 1.0 / tl.where(row_sum == 0, 1.0, row_sum)[:, None]
     if form.PRECISION == FP16X3:
@@ -229,27 +273,30 @@ def attend(
 def capped_scores(product, shift, task, form: tl.constexpr, KIND: tl.constexpr):
     """The scores with softcap, as powers of two; less the shift of a row where it has one from the start."""
     cap = task.inputs.softcap * LOG2E
-    unit = NEAR / 2
-    if form.SCALED:
-        unit = score_scale(task) / (task.numbers.q_factor * task.inputs.softcap)
-    else:
-        product *= score_scale(task) * (2.0 / NEAR) / task.inputs.softcap
     if KIND != FULL:
         # Keys that do not exist are 0, and 0 * inf is NaN: at edges it is to reach no other.
-        scores = tanh_of_halves(product * (unit * (2.0 / NEAR)), form.NEAR) * cap
+        scores = squashed_of(product, task, form) * cap
         if form.FIRST and KIND != EXACT:
             scores -= shift[:, None]
-    elif form.FIRST:
-        scores = capped(product, cap, unit, shift[:, None], form.NEAR)
     else:
-        scores = capped(product, cap, unit, 0.0, form.NEAR)
+        product, unit = in_units(product, task, form)
+        if form.FIRST:
+            scores = capped(product, cap, unit, shift[:, None], form.NEAR)
+        else:
+            scores = capped(product, cap, unit, 0.0, form.NEAR)
     return scores
 
 
 @device
 def weights_of_tile(scores, row_max, factor, form: tl.constexpr, KIND: tl.constexpr):
     """The new maxima of rows, what sums in units of the old ones are multiplied with, and the weights."""
-    if form.BOUNDED or (form.FIRST and KIND != EXACT):
+    if form.CARRIED and KIND != EXACT:
+        largest = tl.max(scores, 1)
+        unit = tl.maximum(row_max[0], product_of(largest, factor))
+        weights = tl.exp2(scores * factor - unit[:, None])
+        rescale = tl.exp2(row_max[0] - unit)
+        new_max = (unit, tl.maximum(row_max[1], largest))
+    elif form.BOUNDED or (form.FIRST and KIND != EXACT):
         # Nothing waits for a maximum, and no sum changes its unit.
         new_max = row_max if form.FIRST else tl.zeros_like(row_max)
         weights = tl.exp2(scores)
@@ -257,7 +304,7 @@ def weights_of_tile(scores, row_max, factor, form: tl.constexpr, KIND: tl.conste
     else:
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         shift = or_zero(new_max)
-        if form.ROWWISE:
+        if form.CARRIED:
             # A factor of 1 rounds nothing: where a multiply-add would leave 2^-24 of 1e30, neighbours differ by 64.
             is_far = tl.abs(shift) >= FAR
             factor = tl.where(is_far, 1.0, factor)

@@ -16,13 +16,14 @@ import triton.language as tl
 
 from ioattn.backends.triton.config import TILES_AT_ONCE
 from ioattn.backends.triton.kernels.backward import add_keys, add_queries, parts_of, store_keys, sum_for
-from ioattn.backends.triton.kernels.forward import attend, scaled, sink_or_nothing, store_results, total_of
+from ioattn.backends.triton.kernels.forward import attend, rows_after, scaled, sink_or_nothing, store_results, total_of
 from ioattn.backends.triton.kernels.products import add_special, scales_of
 from ioattn.backends.triton.kernels.ranges import edge_start, every_tile, key_ranges, query_ranges
 from ioattn.backends.triton.kernels.scores import mask_at, pairs_at, turned_pairs_at, words_at
 from ioattn.backends.triton.kernels.tiles import (
     EDGE,
     EXACT,
+    Keys,
     Queries,
     Task,
     decoded,
@@ -83,7 +84,7 @@ def repair_forward_kernel(inputs, out, lse, numbers, form: tl.constexpr, step: t
 @device
 def repair_out(out, lse, q_start, task, form: tl.constexpr, step: tl.constexpr):
     """Overwrite one tile of `out` and `lse`."""
-    q_tile = scaled(load_q(task, q_start, form, EDGE), task, form)
+    q_tile = scaled(load_q(task, q_start, form, EDGE), task, form.SCALED)
     ranges = every_tile(key_ranges(q_start, task, form), form.K.ROWS)
     row_max, row_sum = sink_or_nothing(task, form)
     acc = zeros_for(form.OUT)
@@ -95,7 +96,8 @@ def repair_out(out, lse, q_start, task, form: tl.constexpr, step: tl.constexpr):
     for edge in range(ranges.edges):
         keys = load_keys(task, edge_start(edge, ranges, form.K.ROWS), form, EDGE)
         acc = add_special_values(acc, q_start, keys, task, form)
-    store_results(row_max, total_of(row_sum, form), acc, out, lse, q_start, task, form)
+    row_max, rest = rows_after(row_max, form)
+    store_results(row_max, rest, total_of(row_sum, form), acc, out, lse, q_start, task, form)
 
 
 @device
@@ -152,6 +154,7 @@ def are_sound(dk, dv, kv_head, start, step, seq, form: tl.constexpr, COUNT: tl.c
 def repair_keys(dk, dv, k_start, kv_head, task, upstream, form: tl.constexpr, step: tl.constexpr, dstep: tl.constexpr):
     """Overwrite one tile of `dk` and `dv`."""
     keys = load_keys(task, k_start, form, EDGE)
+    keys = Keys(k_start, scaled(keys.k, task, form.SCALED), keys.v)
     dk_tile = sum_for(dk, form.K)
     dv_tile = sum_for(dv, form.V)
     ranges = every_tile(query_ranges(k_start, task, form), form.Q.ROWS)
@@ -205,6 +208,8 @@ def repair_query_kernel(
 def repair_dq(dq, q_start, task, upstream, form: tl.constexpr, step: tl.constexpr, dstep: tl.constexpr):
     """Overwrite one tile of `dq`."""
     queries = load_seeing_queries(task, upstream, q_start, form)
+    q = scaled(queries.q, task, form.SCALED)
+    queries = Queries(queries.start, q, queries.dout, queries.lse, queries.delta, queries.factor)
     dq_factor = task.numbers.scale
     if form.SPLIT:
         # As in the kernel that is repaired, to the bit.

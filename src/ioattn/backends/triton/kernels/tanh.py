@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import triton.language as tl
 
 from ioattn.backends.triton import shortcuts
-from ioattn.backends.triton.kernels.tiles import LOG2E, PTX, device, opaque
+from ioattn.backends.triton.kernels.tiles import LOG2E, PTX, device, opaque, score_scale
 
 
 @device
@@ -41,6 +41,13 @@ NEAR = tl.constexpr(shortcuts.NEAR)
 
 SERIES = (0.9999998569638378, -0.3333072562881707, 0.13258404464135523, -0.046956804453286885)
 """Of x, x^3, x^5 and x^7: up to NEAR with an error of 9e-8, relative 2.5e-7, as computed."""
+
+A1, A3, A5, A7 = map(tl.constexpr, SERIES)
+
+SHORT_SERIES = (0.999991712301, -0.332481327, 0.120136527)
+"""Of x, x^3 and x^5: relative 8.3e-6, for gradients in bfloat16, which keeps 2e-3."""
+
+B1, B3, B5 = map(tl.constexpr, SHORT_SERIES)
 
 
 def _bits(x: float) -> str:
@@ -81,16 +88,15 @@ def _eight_reciprocals(columns: tuple[int, ...]) -> list[str]:
     return lines
 
 
-def _tanh_code(count: int) -> str:
-    """Assembly of `tanh_of_halves`."""
-    coefficients = [_bits(a * (NEAR.value / 2) ** (2 * i + 1)) for i, a in enumerate(SERIES)]
-    near, far = [], []
+def _tanh_code(count: int, series: Sequence[float]) -> str:
+    """Assembly of `tanh_in_units`: operands are results, x and the coefficients of the polynomial."""
+    near, far = [], [f"mul.f32 w, ${2 * count}, {_bits(2.0 * LOG2E.value / series[0])};"]
     for i in range(count):
         x = f"${count + i}"
-        near += [*_polynomial(x, coefficients), f"mul.f32 ${i}, {x}, v;"]
-        far += [f"mul.f32 u, {x}, {_bits(NEAR.value * LOG2E.value)};", "ex2.approx.ftz.f32 u, u;"]
+        near += [*_polynomial(x, [f"${(2 + k) * count}" for k in range(len(series))]), f"mul.f32 ${i}, {x}, v;"]
+        far += [f"mul.f32 u, {x}, w;", "ex2.approx.ftz.f32 u, u;"]
         far += ["add.f32 u, u, 0f3F800000;", "rcp.approx.ftz.f32 u, u;", f"fma.rn.f32 ${i}, u, 0fC0000000, 0f3F800000;"]
-    return _two_ways(".reg .f32 u, v;", count, count, near, far)
+    return _two_ways(".reg .f32 u, v, w;", count, count, near, far)
 
 
 def _capped_code(count: int) -> str:
@@ -120,10 +126,14 @@ def _operands(count: int, inputs: int) -> str:
     return ",".join(["=&f"] * count + ["f"] * (count * inputs))
 
 
-TANH_16 = tl.constexpr(_tanh_code(16))
-TANH_32 = tl.constexpr(_tanh_code(32))
-TANH_OPERANDS_16 = tl.constexpr(_operands(16, 1))
-TANH_OPERANDS_32 = tl.constexpr(_operands(32, 1))
+TANH_16 = tl.constexpr(_tanh_code(16, SERIES))
+TANH_32 = tl.constexpr(_tanh_code(32, SERIES))
+TANH_OPERANDS_16 = tl.constexpr(_operands(16, 5))
+TANH_OPERANDS_32 = tl.constexpr(_operands(32, 5))
+SHORT_16 = tl.constexpr(_tanh_code(16, SHORT_SERIES))
+SHORT_32 = tl.constexpr(_tanh_code(32, SHORT_SERIES))
+SHORT_OPERANDS_16 = tl.constexpr(_operands(16, 4))
+SHORT_OPERANDS_32 = tl.constexpr(_operands(32, 4))
 CAPPED_16 = tl.constexpr(_capped_code(16))
 CAPPED_32 = tl.constexpr(_capped_code(32))
 CAPPED_OPERANDS_16 = tl.constexpr(_operands(16, 4))
@@ -131,23 +141,62 @@ CAPPED_OPERANDS_32 = tl.constexpr(_operands(32, 4))
 
 
 @device
-def tanh_of_halves(x, COUNT: tl.constexpr):
-    """tanh(x * NEAR / 2) with an error of 1e-7, of COUNT numbers of a thread together if that is not 0.
-
-    By a polynomial where all of a warp's are below NEAR, as scores far below softcap are, and NaN reaches no other.
-    """
-    if PTX and COUNT == 32:
-        x = tl.inline_asm_elementwise(TANH_32, TANH_OPERANDS_32, [x], tl.float32, True, 32)
-    elif PTX and COUNT == 16:
-        x = tl.inline_asm_elementwise(TANH_16, TANH_OPERANDS_16, [x], tl.float32, True, 16)
+def in_units(product, task, form: tl.constexpr):
+    """(x, unit) of which softcap's tanh is that of x * unit; a unit is at most NEAR / 2."""
+    if form.SCALED:
+        unit = score_scale(task) / (task.numbers.q_factor * task.inputs.softcap)
     else:
-        x = tanh_of_scores(x * (NEAR / 2))
+        product *= score_scale(task) * (2.0 / NEAR) / task.inputs.softcap
+        unit = NEAR / 2
+    return product, unit
+
+
+@device
+def squashed_of(product, task, form: tl.constexpr):
+    """Softcap's tanh, by the same steps wherever it is asked for."""
+    product, unit = in_units(product, task, form)
+    return short_tanh(product, unit, form.NEAR) if form.SHORT else tanh_in_units(product, unit, form.NEAR)
+
+
+@device
+def tanh_in_units(x, unit, COUNT: tl.constexpr):
+    """tanh(x * unit) with an error of 1e-7, of COUNT numbers of a thread together if that is not 0.
+
+    By a polynomial where all x of a warp are below 2, as scores far below softcap are, and NaN reaches no other.
+    """
+    square = unit * unit
+    a = unit * A1
+    b = unit * square * A3
+    c = unit * (square * square) * A5
+    d = unit * (square * square) * square * A7
+    if PTX and COUNT == 32:
+        x = tl.inline_asm_elementwise(TANH_32, TANH_OPERANDS_32, [x, a, b, c, d], tl.float32, True, 32)
+    elif PTX and COUNT == 16:
+        x = tl.inline_asm_elementwise(TANH_16, TANH_OPERANDS_16, [x, a, b, c, d], tl.float32, True, 16)
+    else:
+        x = tanh_of_scores(x * unit)
+    return x
+
+
+@device
+def short_tanh(x, unit, COUNT: tl.constexpr):
+    """The same with an error of 3e-6 near 0, and one multiply-add less."""
+    square = unit * unit
+    a = unit * B1
+    b = unit * square * B3
+    c = unit * (square * square) * B5
+    if PTX and COUNT == 32:
+        x = tl.inline_asm_elementwise(SHORT_32, SHORT_OPERANDS_32, [x, a, b, c], tl.float32, True, 32)
+    elif PTX and COUNT == 16:
+        x = tl.inline_asm_elementwise(SHORT_16, SHORT_OPERANDS_16, [x, a, b, c], tl.float32, True, 16)
+    else:
+        x = tanh_of_scores(x * unit)
     return x
 
 
 @device
 def capped(x, cap, unit, shift, COUNT: tl.constexpr):
-    """cap * tanh(x * unit) - shift, as `tanh_of_halves`; `unit` is at most NEAR / 2.
+    """cap * tanh(x * unit) - shift, as `tanh_in_units`; `unit` is at most NEAR / 2.
 
     What is not near takes a reciprocal for eight: the unit of special functions bounds a kernel with softcap. NaN
     reaches seven neighbours in the row, none if COUNT is 0.

@@ -25,6 +25,9 @@ device = (lambda function: function) if INTERPRETED.value else triton.jit
 LOG2E = tl.constexpr(1.4426950408889634)
 INF = tl.constexpr(float("inf"))
 
+UNSEEN = tl.constexpr(3.4028234663852886e38)
+"""In place of the LSE of a query that saw nothing: exp(score - this) is 0."""
+
 FULL = tl.constexpr("full")
 """A tile whose every score is visible: no test."""
 EDGE = tl.constexpr("edge")
@@ -231,6 +234,17 @@ def store_tile(pieces, factor, matrix, first, start, n, box: tl.constexpr):
 
 
 @device
+def scaled_by_way_of(matrix, first, tile, start, n, factor, box: tl.constexpr):
+    """A tile times a power of two, by way of memory: of the tile that the results will overwrite.
+
+    What is loaded, and nothing else, Triton hands the tensor cores in shared memory; registers have no room for it.
+    """
+    store_tile((tile.to(tl.float32),), factor, matrix, first, start, n, box)
+    tl.debug_barrier()
+    return load_tile(matrix, first, start, n, box, EDGE)
+
+
+@device
 def rounded(x, DTYPE: tl.constexpr):
     """x in another type, rounded to nearest; the interpreter alone cuts bits off where that is bfloat16."""
     if INTERPRETED and DTYPE == tl.bfloat16 and x.dtype == tl.float32:  # noqa: SIM300
@@ -275,15 +289,54 @@ def load_queries(task, upstream, start, form: tl.constexpr, KIND: tl.constexpr):
     q = load_q(task, start, form, KIND)
     first = row_at(upstream.dout, task.seq.batch, task.head, task.seq.start_q)
     dout = load_operand(upstream.dout, first, start, task.seq.len_q, form.OUT, form, KIND)
-    lse = or_zero(load_rows(upstream.lse, task, start, KIND, form.Q.ROWS))
-    if upstream.out is None:
-        delta = load_rows(upstream.delta, task, start, KIND, form.Q.ROWS)
+    if upstream.delta is None:
+        lse, delta = load_pairs(upstream.lse, task, start, form, KIND)
     else:
-        delta = delta_of(dout, upstream, task, start, form)
+        lse = or_zero(load_rows(upstream.lse, task, start, KIND, form.Q.ROWS))
+        if form.FUSED:
+            lse *= LOG2E
+        if upstream.out is None:
+            delta = load_rows(upstream.delta, task, start, KIND, form.Q.ROWS)
+        else:
+            delta = delta_of(dout, upstream, task, start, form)
     factor = 1.0
     if form.SPLIT:
         factor = load_rows(factor_rows(upstream), task, start, KIND, form.Q.ROWS)
     return Queries(start, q, dout, lse, delta, factor)
+
+
+@device
+def one_of(tile):
+    """One of the numbers along the last axis."""
+    for _ in tl.static_range(8):
+        if tile.shape[2] > 1:
+            tile = tl.split(tile.reshape(tile.shape[0], tile.shape[1], tile.shape[2] // 2, 2))[0]
+    return tile.reshape(tile.shape[0], tile.shape[1])
+
+
+@device
+def load_pairs(rows, task, start, form: tl.constexpr, KIND: tl.constexpr):
+    """The LSE, in powers of two if FUSED, and delta of a tile of queries, side by side in memory; 0 where none is.
+
+    dQ's kernel wrote them, UNSEEN for queries that saw nothing. The LSE by itself each step would compare and convert
+    again, and of two rows of 64 numbers each thread would copy all that it needs: 345 instructions in a step of dK and
+    dV at D 64, not 264.
+    """
+    TILE: tl.constexpr = form.Q.ROWS
+    row = tl.arange(0, TILE)
+    # Of fewer numbers than threads, too, each thread would copy all that it needs.
+    TIMES: tl.constexpr = max(1, form.THREADS // (2 * TILE))
+    first = row_at(rows, task.seq.batch, task.head, task.seq.start_q + tl.cast(start, tl.int64))
+    pointers = first + (2 * row[:, None] + (tl.arange(0, 2 * TIMES) & 1)[None, :])
+    exists = None
+    other = None
+    if KIND != FULL:
+        exists = (start + row < task.seq.len_q)[:, None]
+        other = 0.0
+    both = tl.load(pointers, mask=exists, other=other)
+    if TIMES > 1:
+        both = one_of(both.reshape(TILE, TIMES, 2).permute(0, 2, 1))
+    return tl.split(both)  # [TILE], [TILE]
 
 
 @device
@@ -314,7 +367,10 @@ def load_seeing_queries(task, upstream, start, form: tl.constexpr):
     dout = queries.dout
     delta = queries.delta
     if task.inputs.bias is not None:
-        sees = load_rows(upstream.lse, task, start, EDGE, form.Q.ROWS) != -float("inf")
+        if upstream.delta is None:
+            sees = queries.lse != UNSEEN
+        else:
+            sees = load_rows(upstream.lse, task, start, EDGE, form.Q.ROWS) != -float("inf")
         if form.PRECISION != "fp16x3":  # there is no NaN in halves
             dout = tl.where(sees[:, None], dout, tl.zeros_like(dout))
         delta = tl.where(sees, delta, 0.0)
