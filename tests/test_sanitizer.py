@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 from attend import Target
+from races import BEHIND_BARRIERS, races
 
 import ioattn
 
 SOURCE = Path(ioattn.__file__).parents[1]
+KERNELS = SOURCE / "ioattn/backends/gluon/kernels"
 
 STEP = """
 import sys
@@ -125,11 +127,38 @@ def test_sanitizer_is_silent(backend: Target, part: str, tool: str) -> None:
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     # Not torch's own kernels, which would take minutes.
     command = [sanitizer, "--tool", tool, "--error-exitcode", "9", "--kernel-regex-exclude", "kns=native"]
+    command += ["--racecheck-report", "analysis", "--show-backtrace", "no"] if tool == "racecheck" else []
     done = subprocess.run(
         [*command, sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment
     )
-    told = (done.stdout + done.stderr)[-6000:]
+    told = done.stdout + done.stderr
     if "Device not supported" in told:
         pytest.skip("compute-sanitizer does not support this GPU here")
-    assert done.returncode == 0, told
-    assert "ran to its end" in told, told
+    assert "ran to its end" in told, told[-6000:]
+    if tool == "racecheck" and backend.name == "gluon":
+        assert races(told, KERNELS) <= BEHIND_BARRIERS, told[-6000:]
+        assert told.count("Error:") == told.count("Race reported between"), told[-6000:]
+    else:
+        assert done.returncode == 0, told[-6000:]
+
+
+REPORT = """
+========= Error: Race reported between Read access at forward+0x20 in tiles.py:{read}
+=========     and Write access at forward+0x5ee0 in tiles.py:{write} [2784 hazards]
+=========
+========= Error: Race reported between Write access at forward+0x8830 in forward.py:{kernel}
+=========     and Read access at forward+0x200 in forward.py:{kernel} [64 hazards]
+=========     and Read access at forward+0x40 in tiles.py:{read} [2 hazards]
+"""
+
+
+def line_of(name: str, text: str) -> int:
+    """The number of the first line of a kernel's file that has a text."""
+    return 1 + next(n for n, line in enumerate((KERNELS / name).read_text().splitlines()) if text in line)
+
+
+def test_races_are_told_by_their_functions() -> None:
+    lines = {"read": line_of("tiles.py", ".load(layout) == 0.0"), "write": line_of("tiles.py", ".store(poison)")}
+    found = races(REPORT.format(kernel=line_of("forward.py", "def forward("), **lines), KERNELS)
+    assert found == {("report", "is_suspect"), ("forward", "forward"), ("forward", "is_suspect")}
+    assert found - BEHIND_BARRIERS == {("forward", "is_suspect")}

@@ -116,16 +116,17 @@ def test_lse_and_delta_are_copied_once_and_used_as_they_are(dim: int, tmp_path: 
             assert not any("FSETP" in i or "FSEL" in i for i in full), kernel
 
 
-@pytest.mark.parametrize(("dim", "softcap", "with_bias"), [(64, 20.0, False), (128, 20.0, False), (64, None, True)])
-def test_where_operands_are_scaled(dim: int, softcap: float | None, with_bias: bool) -> None:
-    """In the backward not with a bias; at D 256 dV has a kernel of its own, in which keys have no way to take."""
+@pytest.mark.parametrize(
+    ("dim", "softcap", "with_bias", "in_backward"),
+    [(64, 20.0, False, True), (128, 20.0, False, True), (64, None, True, True), (256, 20.0, False, False)],
+)
+def test_where_operands_are_scaled(dim: int, softcap: float | None, with_bias: bool, in_backward: bool) -> None:
+    """At D 256 dV has a kernel of its own, in which keys have no way to take."""
     x = torch.empty(1, 1, 64, dim, dtype=torch.bfloat16, device="meta")
     bias = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16, device="meta") if with_bias else None
-    options = Options(softcap=softcap)
-    wide = torch.empty(1, 1, 64, 256, dtype=torch.bfloat16, device="meta")
-    assert shortcuts.is_scaled(Problem.of(Tensors(x, x, x, bias), options), backward=False)
-    assert shortcuts.is_scaled(Problem.of(Tensors(x, x, x, bias), options), backward=True) is not with_bias
-    assert not shortcuts.is_scaled(Problem.of(Tensors(wide, wide, wide, bias), options), backward=True)
+    problem = Problem.of(Tensors(x, x, x, bias), Options(softcap=softcap))
+    assert shortcuts.is_scaled(problem, backward=False)
+    assert shortcuts.is_scaled(problem, backward=True) is in_backward
 
 
 @pytest.mark.parametrize("sm", GPUS)
@@ -160,10 +161,11 @@ def test_a_step_with_a_bias_does_not_look_for_rows_that_are_far(tmp_path: Path) 
     assert len(full) < 335 or not TILES_ARE_FOR_THIS_TRITON
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("dim", "expected"), [(64, True), (128, False)])
-def test_steps_with_a_bias_hand_on_units_up_to_64(dim: int, expected: bool) -> None:
-    x = torch.empty(1, 1, 64, dim, dtype=torch.bfloat16, device="meta")
-    bias = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16, device="meta")
+def test_steps_with_a_bias_hand_on_units_up_to_64(dim: int, expected: bool, dtype: torch.dtype) -> None:
+    x = torch.empty(1, 1, 64, dim, dtype=dtype, device="meta")
+    bias = torch.empty(1, 1, 64, 64, dtype=dtype, device="meta")
     assert shortcuts.carries_units(Problem.of(Tensors(x, x, x, bias), Options())) is expected
     assert not shortcuts.carries_units(Problem.of(Tensors(x, x, x), Options()))
 

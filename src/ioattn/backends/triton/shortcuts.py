@@ -44,10 +44,10 @@ def takes_first(problem: Problem) -> bool:
 def carries_units(problem: Problem) -> bool:
     """Whether, with a bias, a weight's exponent is one multiply-add, in units that steps hand on.
 
-    H200, B4 N4096: D 64 359 against 354 TFLOP/s, in another run 331 against 320. At D 128 all maxima would come in
-    front of all exponentials, which then wait: 373, where it was 434.
+    H200, B4 N4096: D 64 359 against 354 TFLOP/s, in another run 331 against 320; FP16 324 against 302. At D 128 all
+    maxima would come in front of all exponentials, which then wait: 373, where it was 434.
     """
-    return problem.bias is not None and problem.dtype == torch.bfloat16 and max(problem.dim, problem.dim_v) <= 64
+    return problem.bias is not None and problem.dtype != torch.float32 and max(problem.dim, problem.dim_v) <= 64
 
 
 def sums_by_thread(problem: Problem) -> bool:
@@ -63,10 +63,11 @@ def sums_by_thread(problem: Problem) -> bool:
 def is_scaled(problem: Problem, backward: bool) -> bool:
     """Whether queries, for dK and dV keys, are multiplied by `q_factor`.
 
-    Not in the backward with a bias, and not where dV has a kernel of its own, without the tile that keys pass through.
+    Not in the backward where dV has a kernel of its own, without the tile that keys pass through. With a bias the
+    backward has 292 TFLOP/s at D 64, where it had 268 (H200); above that it was not timed.
     """
-    wanted = q_factor(problem) != 1.0
-    return wanted and not (backward and (problem.bias is not None or max(problem.dim, problem.dim_v) > 128))
+    widest = max(problem.dim, problem.dim_v)
+    return q_factor(problem) != 1.0 and not (backward and widest > (128 if problem.bias is None else 64))
 
 
 def q_factor(problem: Problem) -> float:

@@ -401,7 +401,9 @@ def weights_of(product, distance, operands, lse, task, form: tl.constexpr, step:
     elif form.SQUASHED:
         weights = tl.exp2(squashed_of(product, task, form) * (task.inputs.softcap * LOG2E) - lse)
     else:
-        scores = step(product * scale, distance, operands)
+        if not form.SCALED:
+            product *= scale
+        scores = step(product, distance, operands)
         weights = tl.exp2(scores * LOG2E - lse if form.FUSED else (scores - lse) * LOG2E)
     return weights
 
