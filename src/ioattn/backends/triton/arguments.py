@@ -183,6 +183,8 @@ class Form(NamedTuple):
 
     It rounds the maximum, or the LSE, once more: too coarse for float32, and for a bias that moves scores by 1e30.
     """
+    BY_BLOCK: bool
+    """It is, in the backward, with a bias, too, in blocks of queries whose LSE is near 0: see `tiles.by_block`."""
     CARRIED: bool
     """It is, in the forward, with a bias, too: steps hand on the unit of a row's sums, which is made of its maximum.
 

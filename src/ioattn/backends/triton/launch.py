@@ -435,6 +435,7 @@ def _form(problem: Problem, direction: Direction, tiles: Tiles, wide: bool, orde
         FIRST=shortcuts.takes_first(problem),
         SCALED=direction != "bias" and shortcuts.is_scaled(problem, backward=direction != "forward"),
         FUSED=problem.bias is None and problem.dtype != torch.float32,
+        BY_BLOCK=problem.bias is not None and problem.dtype != torch.float32 and direction in ("query", "key_value"),
         CARRIED=shortcuts.carries_units(problem),
         BY_THREAD=shortcuts.sums_by_thread(problem),
         EVEN=(problem.bias is not None or problem.mask is not None) and problem.len_k % 16 == 0,

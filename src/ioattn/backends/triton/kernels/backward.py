@@ -33,7 +33,6 @@ from ioattn.backends.triton.kernels.scores import (
     turned_pairs_at,
     words_at,
 )
-from ioattn.backends.triton.kernels.tanh import squashed_of
 from ioattn.backends.triton.kernels.tiles import (
     EDGE,
     FULL,
@@ -58,11 +57,16 @@ from ioattn.backends.triton.kernels.tiles import (
     rounded,
     row_at,
     scaled_by_way_of,
-    score_scale,
     sequence_of,
     store_tile,
     zeros_for,
 )
+from ioattn.backends.triton.kernels.weights import both, dproduct_of, exponents_of, gated, squashed_of
+
+EARLY_WORDS = tl.constexpr(True)
+EARLY_WORDS_Q = tl.constexpr(True)
+MODE_Q = tl.constexpr(2)
+MODE_K = tl.constexpr(2)
 
 LN2_HIGH = tl.constexpr(45426 / 2**16)
 """Multiples of it are exact in float32."""
@@ -206,22 +210,48 @@ def add_queries(
     product = multiply(keys.k, queries.q, form)
     mask = mask_at(pairs, words, task, form) if form.SPLIT else None
     cover = None if form.SPLIT else cover_at(pairs, words, product, task, form)
-    weights = weights_of(product, distance, operands, queries.lse[None, :], task, form, step)
+    slope = None
+    if form.SQUASHED and MODE_K == 2 and dk is not None:
+        dweights = multiply(keys.v, queries.dout, form) * (task.scales.v * task.scales.dout)
+        weights, slope = both(product, queries.lse[None, :], task, form)
+        if next_start is not None:
+            words = words_at(next_start, keys.start, task, form, FULL)
+    else:
+        if form.SQUASHED and MODE_K == 1 and dk is not None:
+            squashed = squashed_of(product, task, form)
+            exponents = squashed * (task.inputs.softcap * LOG2E) - queries.lse[None, :]
+            slope = 1.0 - squashed * squashed
+        else:
+            if EARLY_WORDS and form.BY_BLOCK and form.SCALED and task.inputs.mask is None and next_start is not None:
+                words = words_at(next_start, keys.start, task, form, FULL)
+                next_start = None
+            exponents = exponents_of(
+                product, distance, operands, queries.lse[None, :], queries.delta[None, :], task, form, step
+            )
+        # As soon as the last ones are used: behind the copies of the next tile they, and the copies behind them, come
+        # late.
+        if next_start is not None:
+            words = words_at(next_start, keys.start, task, form, FULL)
+        if dk is not None and MODE_K != 0:
+            # In front of the weights, which are made while the tensor cores are at it.
+            dweights = multiply(keys.v, queries.dout, form) * (task.scales.v * task.scales.dout)
+        weights = tl.exp2(exponents)
     if form.SPLIT:
         weights *= queries.factor[None, :]
-    # As soon as the last ones are used: behind the copies of the next tile they, and the copies behind them, come late.
-    if next_start is not None:
-        words = words_at(next_start, keys.start, task, form, FULL)
     margin = margin_at(pairs, task, KIND)
     # Where a row's lse is NaN, exp has not made the hidden weights zero.
     weights = keep_where_cut(cut, pairs, task, keep(margin, mask, weights, 0.0), 0.0)
     if dv is not None:
         dv_tile = add_product(dv_tile, weights, cover, only_finite(queries.dout, KIND), form)
     if dk is not None:
-        dweights = multiply(keys.v, queries.dout, form) * (task.scales.v * task.scales.dout)
+        if MODE_K == 0:
+            dweights = multiply(keys.v, queries.dout, form) * (task.scales.v * task.scales.dout)
         dscores = keep(margin, mask, weights * (dweights - queries.delta[None, :]), 0.0)
         dscores = keep_where_cut(cut, pairs, task, dscores, 0.0)
-        dproduct = dproduct_of(dscores, product, distance, operands, task, form, dstep)
+        if slope is None:
+            dproduct = dproduct_of(dscores, product, distance, operands, task, form, dstep)
+        else:
+            dproduct = dscores * slope
         dk_tile = add_product(dk_tile, dproduct, cover, only_finite(queries.q, KIND), form)
     return dk_tile, dv_tile, words
 
@@ -256,17 +286,17 @@ def query_kernel(
     words = words_at(q_start, ranges.full_start, task, form, EDGE)
     for k_start in range(ranges.full_start, ranges.full_end, form.K.ROWS):
         keys = load_keys(task, k_start, form, FULL)
-        dq_tile, total, sums = add_keys(
-            dq_tile, total, sums, queries, keys, words, task, dbias, totals, form, step, dstep, FULL
+        next_start = tl.minimum(k_start + form.K.ROWS, ranges.full_end - form.K.ROWS)
+        dq_tile, total, sums, words = add_keys(
+            dq_tile, total, sums, queries, keys, words, next_start, task, dbias, totals, form, step, dstep, FULL
         )
-        words = words_at(q_start, tl.minimum(k_start + form.K.ROWS, ranges.full_end - form.K.ROWS), task, form, FULL)
     # As in the forward.
     if ranges.edges > 0:
         for edge in range(ranges.edges):
             keys = load_keys(task, edge_start(edge, ranges, form.K.ROWS), form, EDGE)
             words = words_at(q_start, keys.start, task, form, EDGE)
-            dq_tile, total, sums = add_keys(
-                dq_tile, total, sums, queries, keys, words, task, dbias, totals, form, step, dstep, EDGE
+            dq_tile, total, sums, _ = add_keys(
+                dq_tile, total, sums, queries, keys, words, None, task, dbias, totals, form, step, dstep, EDGE
             )
     if inputs.bias is not None and dbias is None:
         dq_tile, total = of_seeing_queries(dq_tile, total, upstream, q_start, task, form)
@@ -358,6 +388,7 @@ def add_keys(
     queries,
     keys,
     words,
+    next_start,
     task,
     dbias,
     totals,
@@ -375,10 +406,25 @@ def add_keys(
     EARLY: tl.constexpr = form.SPLIT or dbias is not None or totals is not None
     mask = mask_at(pairs, words, task, form) if EARLY else None
     cover = None if EARLY else cover_at(pairs, words, product, task, form)
-    weights = weights_at(product, distance, operands, queries, task, form, step)
-    if form.SPLIT:
-        sums += tl.sum(keep(margin_at(pairs, task, KIND), mask, weights, 0.0), 1)
-    dscores = dscores_of(weights, queries, keys, task, form)
+    if form.SQUASHED and MODE_Q == 0:
+        weights = weights_at(product, distance, operands, queries, task, form, step)
+        dscores = dscores_of(weights, queries, keys, task, form)
+    elif form.SQUASHED and MODE_Q == 1:
+        exponents = gated(product, queries.lse[:, None], task, form, False)
+        dweights = multiply(queries.dout, keys.v, form) * (task.scales.v * task.scales.dout)
+        dscores = tl.exp2(exponents) * (dweights - queries.delta[:, None])
+    elif form.SQUASHED:
+        dweights = multiply(queries.dout, keys.v, form) * (task.scales.v * task.scales.dout)
+        weights = gated(product, queries.lse[:, None], task, form, True)
+        dscores = weights * (dweights - queries.delta[:, None])
+    else:
+        if EARLY_WORDS_Q and form.BY_BLOCK and form.SCALED and task.inputs.mask is None and next_start is not None:
+            words = words_at(queries.start, next_start, task, form, FULL)
+            next_start = None
+        weights = weights_at(product, distance, operands, queries, task, form, step)
+        if form.SPLIT:
+            sums += tl.sum(keep(margin_at(pairs, task, KIND), mask, weights, 0.0), 1)
+        dscores = dscores_of(weights, queries, keys, task, form)
     dscores = keep(margin_at(pairs, task, KIND), mask, dscores, 0.0)
     if dbias is not None:
         pointers = (
@@ -388,41 +434,22 @@ def add_keys(
         tl.store(pointers, rounded(dscores, dbias.ptr.dtype.element_ty), mask=exists)
     if totals is not None:
         total += tl.sum(dscores, 1)
-    dproduct = dproduct_of(dscores, product, distance, operands, task, form, dstep)
-    return add_product(dq_tile, dproduct, cover, only_finite(keys.k, KIND), form), total, sums
-
-
-@device
-def weights_of(product, distance, operands, lse, task, form: tl.constexpr, step: tl.constexpr):
-    """exp(scores - lse) of a tile whose scores start as `product`, with an `lse` that broadcasts to it."""
-    scale = score_scale(task)
-    if form.FUSED and form.LATE:
-        weights = tl.exp2(product * (scale * LOG2E) - lse)
-    elif form.SQUASHED:
-        weights = tl.exp2(squashed_of(product, task, form) * (task.inputs.softcap * LOG2E) - lse)
-    else:
-        if not form.SCALED:
-            product *= scale
-        scores = step(product, distance, operands)
-        weights = tl.exp2(scores * LOG2E - lse if form.FUSED else (scores - lse) * LOG2E)
-    return weights
-
-
-@device
-def dproduct_of(dscores, product, distance, operands, task, form: tl.constexpr, dstep: tl.constexpr):
-    """The gradient of the scaled product, given that of the finished scores."""
-    if form.SQUASHED:
-        squashed = squashed_of(product, task, form)
-        dproduct = dscores * (1.0 - squashed * squashed)
-    else:
-        dproduct = dstep(dscores, product * score_scale(task), distance, operands)
-    return dproduct
+    dproduct = dscores
+    if not form.SQUASHED or MODE_Q == 0:
+        dproduct = dproduct_of(dscores, product, distance, operands, task, form, dstep)
+    dq_tile = add_product(dq_tile, dproduct, cover, only_finite(keys.k, KIND), form)
+    if next_start is not None:
+        words = words_at(queries.start, next_start, task, form, FULL)
+    return dq_tile, total, sums, words
 
 
 @device
 def weights_at(product, distance, operands, queries, task, form: tl.constexpr, step: tl.constexpr):
     """The weights of a tile, [Q, K], before the mask."""
-    weights = weights_of(product, distance, operands, queries.lse[:, None], task, form, step)
+    exponents = exponents_of(
+        product, distance, operands, queries.lse[:, None], queries.delta[:, None], task, form, step
+    )
+    weights = tl.exp2(exponents)
     if form.SPLIT:
         weights *= queries.factor[:, None]
     return weights

@@ -222,8 +222,8 @@ def repair_dq(dq, q_start, task, upstream, form: tl.constexpr, step: tl.constexp
     for edge in range(ranges.edges):
         keys = load_keys(task, edge_start(edge, ranges, form.K.ROWS), form, EDGE)
         words = words_at(q_start, keys.start, task, form, EDGE)
-        dq_tile, sums, _ = add_keys(
-            dq_tile, sums, sums, queries, keys, words, task, None, None, form, step, dstep, EXACT
+        dq_tile, sums, _, _ = add_keys(
+            dq_tile, sums, sums, queries, keys, words, None, task, None, None, form, step, dstep, EXACT
         )
     for edge in range(ranges.edges):
         keys = load_keys(task, edge_start(edge, ranges, form.K.ROWS), form, EDGE)

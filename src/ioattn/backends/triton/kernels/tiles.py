@@ -28,6 +28,9 @@ INF = tl.constexpr(float("inf"))
 UNSEEN = tl.constexpr(3.4028234663852886e38)
 """In place of the LSE of a query that saw nothing: exp(score - this) is 0."""
 
+NEAR_LSE = tl.constexpr(1024.0)
+"""An LSE up to here is rounded in powers of two by less than it is rounded itself at this number, 6e-5."""
+
 FULL = tl.constexpr("full")
 """A tile whose every score is visible: no test."""
 EDGE = tl.constexpr("edge")
@@ -299,10 +302,23 @@ def load_queries(task, upstream, start, form: tl.constexpr, KIND: tl.constexpr):
             delta = load_rows(upstream.delta, task, start, KIND, form.Q.ROWS)
         else:
             delta = delta_of(dout, upstream, task, start, form)
+        if form.BY_BLOCK:
+            lse, delta = by_block(lse, delta)
     factor = 1.0
     if form.SPLIT:
         factor = load_rows(factor_rows(upstream), task, start, KIND, form.Q.ROWS)
     return Queries(start, q, dout, lse, delta, factor)
+
+
+@device
+def by_block(lse, delta):
+    """The LSE in powers of two if all of the tile's are near 0, else as it is; the lowest bit of delta says so.
+
+    Far from 0 it would be rounded too coarsely once more.
+    """
+    far = tl.max(((tl.abs(lse) <= NEAR_LSE) == 0).to(tl.int32), 0)
+    bits = delta.to(tl.int32, bitcast=True) & -2 | far
+    return tl.where(far != 0, lse, lse * LOG2E), bits.to(tl.float32, bitcast=True)
 
 
 @device
@@ -373,7 +389,10 @@ def load_seeing_queries(task, upstream, start, form: tl.constexpr):
             sees = load_rows(upstream.lse, task, start, EDGE, form.Q.ROWS) != -float("inf")
         if form.PRECISION != "fp16x3":  # there is no NaN in halves
             dout = tl.where(sees[:, None], dout, tl.zeros_like(dout))
-        delta = tl.where(sees, delta, 0.0)
+        nothing = 0.0
+        if form.BY_BLOCK:
+            nothing = (delta.to(tl.int32, bitcast=True) & 1).to(tl.float32, bitcast=True)
+        delta = tl.where(sees, delta, nothing)
     return Queries(start, queries.q, dout, queries.lse, delta, queries.factor)
 
 
