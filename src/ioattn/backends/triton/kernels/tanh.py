@@ -50,7 +50,7 @@ SHORT_SERIES = (0.999991712301, -0.332481327, 0.120136527)
 B1, B3, B5 = map(tl.constexpr, SHORT_SERIES)
 
 
-def _bits(x: float) -> str:
+def bits(x: float) -> str:
     """A number as PTX writes it in float32."""
     return "0f" + struct.pack(">f", x).hex().upper()
 
@@ -90,7 +90,7 @@ def _eight_reciprocals(columns: tuple[int, ...]) -> list[str]:
 
 def _tanh_code(count: int, series: Sequence[float]) -> str:
     """Assembly of `tanh_in_units`: operands are results, x and the coefficients of the polynomial."""
-    near, far = [], [f"mul.f32 w, ${2 * count}, {_bits(2.0 * LOG2E.value / series[0])};"]
+    near, far = [], [f"mul.f32 w, ${2 * count}, {bits(2.0 * LOG2E.value / series[0])};"]
     for i in range(count):
         x = f"${count + i}"
         near += [*_polynomial(x, [f"${(2 + k) * count}" for k in range(len(series))]), f"mul.f32 ${i}, {x}, v;"]
@@ -105,10 +105,10 @@ def _capped_code(count: int) -> str:
     Of the scores of a thread every second pair belongs to another row, and a NaN must not get there.
     """
     cap, unit, shift = f"${2 * count}", f"${3 * count}", 4 * count
-    near = [f"mul.f32 u, {cap}, {unit};", f"mul.f32 v, {unit}, {unit};", f"mul.f32 c0, u, {_bits(SERIES[0])};"]
+    near = [f"mul.f32 u, {cap}, {unit};", f"mul.f32 v, {unit}, {unit};", f"mul.f32 c0, u, {bits(SERIES[0])};"]
     for i, a in enumerate(SERIES[1:], 1):
-        near += ["mul.f32 u, u, v;", f"mul.f32 c{i}, u, {_bits(a)};"]
-    far = [f"mul.f32 u, {unit}, {_bits(2.0 * LOG2E.value)};", f"mul.f32 v, {cap}, {_bits(2.0 / ONE.value)};"]
+        near += ["mul.f32 u, u, v;", f"mul.f32 c{i}, u, {bits(a)};"]
+    far = [f"mul.f32 u, {unit}, {bits(2.0 * LOG2E.value)};", f"mul.f32 v, {cap}, {bits(2.0 / ONE.value)};"]
     for i in range(count):
         near += _polynomial(f"${count + i}", ["c0", "c1", "c2", "c3"])
         near += [f"neg.f32 w, ${shift + i};", f"fma.rn.f32 ${i}, ${count + i}, v, w;"]
@@ -122,22 +122,23 @@ def _capped_code(count: int) -> str:
     return _two_ways(f".reg .f32 {names}, r, u, v, w;", count, count, near, far)
 
 
-def _operands(count: int, inputs: int) -> str:
+def operands_of(count: int, inputs: int) -> str:
+    """The constraints of assembly that makes so many numbers out of as many of each input."""
     return ",".join(["=&f"] * count + ["f"] * (count * inputs))
 
 
 TANH_16 = tl.constexpr(_tanh_code(16, SERIES))
 TANH_32 = tl.constexpr(_tanh_code(32, SERIES))
-TANH_OPERANDS_16 = tl.constexpr(_operands(16, 5))
-TANH_OPERANDS_32 = tl.constexpr(_operands(32, 5))
+TANH_OPERANDS_16 = tl.constexpr(operands_of(16, 5))
+TANH_OPERANDS_32 = tl.constexpr(operands_of(32, 5))
 SHORT_16 = tl.constexpr(_tanh_code(16, SHORT_SERIES))
 SHORT_32 = tl.constexpr(_tanh_code(32, SHORT_SERIES))
-SHORT_OPERANDS_16 = tl.constexpr(_operands(16, 4))
-SHORT_OPERANDS_32 = tl.constexpr(_operands(32, 4))
+SHORT_OPERANDS_16 = tl.constexpr(operands_of(16, 4))
+SHORT_OPERANDS_32 = tl.constexpr(operands_of(32, 4))
 CAPPED_16 = tl.constexpr(_capped_code(16))
 CAPPED_32 = tl.constexpr(_capped_code(32))
-CAPPED_OPERANDS_16 = tl.constexpr(_operands(16, 4))
-CAPPED_OPERANDS_32 = tl.constexpr(_operands(32, 4))
+CAPPED_OPERANDS_16 = tl.constexpr(operands_of(16, 4))
+CAPPED_OPERANDS_32 = tl.constexpr(operands_of(32, 4))
 
 
 @device
