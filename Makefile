@@ -8,7 +8,8 @@ OLDEST_TRITON := 3.6.0
 NEWEST_TRITON := 3.9.0
 compiled := tests/test_triton_compile.py tests/test_gluon_compile.py tests/test_gluon_backward_compile.py \
     tests/test_decode_compile.py tests/test_triton_shortcuts.py
-interpreted := triton-cpu or test_triton_halves or test_gluon_passes or test_interpreter
+gluon := test_gluon_order or test_gluon_walks or test_gluon_halves or test_gluon_passes or test_gluon_one_code
+interpreted := triton-cpu or test_triton_halves or test_interpreter or $(gluon)
 
 .PHONY: demo test test-compiled test-compiled-oldest test-compiled-newest test-interpreted check clean
 .DEFAULT_GOAL := demo
@@ -29,8 +30,8 @@ test-compiled-oldest: .venv-triton-$(OLDEST_TRITON)/ready
 test-compiled-newest: .venv-triton-$(NEWEST_TRITON)/ready
 	.venv-triton-$(NEWEST_TRITON)/bin/python -m pytest -n auto --dist worksteal -k '$(ONLY)' $(compiled)
 
-# Triton's kernels in its interpreter, on 2 cores in five minutes: tests/interpreter.py makes it faster. NumPy warns of
-# inf - inf and the like, which is what these kernels are tested with.
+# Triton's kernels in its interpreter, on 2 cores in five minutes: tests/interpreter.py makes it faster; and what of
+# Gluon's runs as Python. NumPy warns of inf - inf and the like, which is what these kernels are tested with.
 test-interpreted: .venv-triton-$(NEWEST_TRITON)/ready
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 .venv-triton-$(NEWEST_TRITON)/bin/python -m pytest -n auto --dist worksteal \
 	    -rs -W ignore::RuntimeWarning -k "$(interpreted)"

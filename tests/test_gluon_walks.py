@@ -86,7 +86,7 @@ def walks(wanted: Problem, k_start: int, monkeypatch: pytest.MonkeyPatch) -> tup
     monkeypatch.setattr(
         differentiate, "step", lambda *given: done[given[-1]].append((given[4], "masked" if given[7] else "whole"))
     )
-    monkeypatch.setattr(differentiate, "let_pass", lambda *given: done[given[-1]].append((given[2], "passed")))
+    monkeypatch.setattr(differentiate, "let_pass", lambda *given: done[given[-1]].append((given[3], "passed")))
     for group in (0, 1):
         queries = band.queries(tile, config.keys, config.rows)
         differentiate.walk_seen.fn(call, tile, 0, queries, None, group)

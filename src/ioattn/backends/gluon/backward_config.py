@@ -37,6 +37,12 @@ LEAST_HEADS, LEAST_SHORT_HEADS = 8, 16
 The tiles of a head come to their first block one after another, 3 us apart (H200), which few heads would wait for.
 """
 
+LEAST_CAUSAL_HEADS = 4
+"""The same where tiles add in any order and each walks less than the one before, at D 128.
+
+H200, N 16384: 4 heads 1.005 and 1.007 of one, 8 as 4, 16 0.997, 3 0.96; N 8192 1.00.
+"""
+
 
 @dataclass(frozen=True)
 class BackwardConfig:
@@ -162,10 +168,9 @@ def choose(problem: Problem) -> BackwardConfig:
         has_softcap=problem.softcap is not None,
         grouped=grouped,
         dq="turns" if dim == 64 else "halves" if sums_dq else "none",
-        # Where a band hides something the walks start at different queries as it is; at D 128 it costs 1 to 2%.
-        rotate=not masks and dim != 128 and not in_order,
+        rotate=rotates(problem, masks),
         sequences=1 << problem.batch.bit_length() if problem.packed else 0,
-        stretch=(STRETCH // rows if grouped and band.lo is None else ALL) if walks_backwards(problem, masks) else 0,
+        stretch=(STRETCH // rows if grouped and band.lo is None else ALL) if walks_backwards(problem) else 0,
         parts=sums_dq and not problem.packed and split(problem)[2] > 1,
         # At D 64 a block of queries is as long as a tile of keys.
         skips=lean and dim == 128 and band.bounded,
@@ -189,14 +194,25 @@ def adds_in_order(problem: Problem) -> bool:
     return problem.group == 1 and max(problem.len_q, problem.len_k) <= longest and all_see_keys(problem)
 
 
-def walks_backwards(problem: Problem, masks: bool) -> bool:
+def walks_backwards(problem: Problem) -> bool:
     """Whether walks go from the last queries to the first."""
     dim = tile_dim(max(problem.dim, problem.dim_v))
     grouped, band = problem.group > 1, problem.band
     if adds_in_order(problem):
         return grouped or band.hi is None or band.lo is not None
-    plain = dim == 128 and not problem.packed and band.lo is None
-    return plain and (grouped or not masks) and problem.len_q > SHORT
+    return grouped and dim == 128 and not problem.packed and band.lo is None and problem.len_q > SHORT
+
+
+def rotates(problem: Problem, masks: bool) -> bool:
+    """Whether walks start at different queries: where a band hides something they do as it is.
+
+    H200, D 128: N 2048 0.99, N 4096 1.02, N 8192 1.025, N 16384 1.025 of walks from the last queries to the first,
+    which from the first to the last have 1.01, 0.995, 1.01, 1.00. Where heads share keys it is 0.99.
+    """
+    if masks or adds_in_order(problem):
+        return False
+    dim = tile_dim(max(problem.dim, problem.dim_v))
+    return dim != 128 or (problem.group == 1 and problem.len_q >= LONG)
 
 
 def transposes_dq(problem: Problem, masks: bool) -> bool:
@@ -245,11 +261,12 @@ def section(problem: Problem) -> int:
 
 
 def least_heads(problem: Problem) -> int:
-    """How many heads a section takes at the least, so that tiles that add to dQ in order need not wait."""
-    dim = tile_dim(max(problem.dim, problem.dim_v))
-    if not adds_in_order(problem) or not walks_backwards(problem, masks=True):
-        return 1
-    return LEAST_SHORT_HEADS if problem.group > 1 or dim == 64 else LEAST_HEADS
+    """How many heads a section takes at the least, so that few tiles wait for others, or are left to end alone."""
+    dim, band = tile_dim(max(problem.dim, problem.dim_v)), problem.band
+    if adds_in_order(problem) and walks_backwards(problem):
+        return LEAST_SHORT_HEADS if problem.group > 1 or dim == 64 else LEAST_HEADS
+    causal = band.hi is not None and band.lo is None and not problem.packed
+    return LEAST_CAUSAL_HEADS if causal and dim == 128 and problem.group == 1 and not adds_in_order(problem) else 1
 
 
 def key_tiles(problem: Problem) -> int:

@@ -135,15 +135,16 @@ def _tiles_128(problem: Problem, dim: int, dim_v: int, bounded: bool) -> Config:
     narrow = bounded and problem.len_k <= 512
     crowded = problem.packed or problem.band.lo is not None
     # Finite maxima: full N 2048 669 / 659, N 8192 671 / 662; causal with the wait, and places by masks, N 2048 571 /
-    # 568 and 590 / 585, N 8192 649 / 648 and 647 / 649, N 16384 637 / 640; without it N 2048 548 / 574, a window of
-    # 1024 524 / 544.
-    light = not bounded or (not crowded and problem.len_k <= 2048)
+    # 568 and 590 / 585; without it N 2048 548 / 574, a window of 1024 524 / 544.
     # Two tiles of queries: causal N 512 339 / 322, N 1024 468 / 465, N 2048 565 / 568, full 665 / 659, 664 / 662.
     # Halves by turns, scaling where it changes, and two tiles of queries to N 2048: causal N 1024 469 / 461, N 2048 606
     # / 595, N 8192 703 / 699, N 16384 674 / 673; N 512, by turns alone 368 / 358, with the scaling 370. Full, the
     # scaling 639 / 633, 696 / 680. A window of 1024 520 / 535, with the scaling alone 533.
     # Places by masks, with both: causal N 512 347 / 343, full 672 / 670, 673 / 670.
-    diagonal = bounded and not crowded
+    # All of these above N 2048, too: causal N 4096 695 / 691, N 8192 723 / 715, N 16384 703 / 690, 32 heads on 8 687 /
+    # 678; without the wait N 8192 714.
+    light = not crowded
+    diagonal = bounded and light
     return Config(
         dim,
         dim_v,
@@ -160,7 +161,7 @@ def _tiles_128(problem: Problem, dim: int, dim_v: int, bounded: bool) -> Config:
         by_warp=True,
         halves=diagonal and not narrow,
         by_turns=diagonal,
-        scales_changed=not crowded,
+        scales_changed=light,
     )
 
 
@@ -184,7 +185,9 @@ def _tiles_64(problem: Problem, bounded: bool) -> Config:
     # In turn: full N 2048 511 / 473. Waiting for P V after the row maximum: full N 8192 540 / 530, causal -1%. Sums by
     # threads: full N 2048 517 / 513, causal N 8192 494 / 499. Their decay early: full N 2048 529 / 525,
     # N 8192 534 / 533. Arrivals by warp: causal N 8192 506 / 512, full 534 / 534, a window of 1024 387 / 383. Finite
-    # maxima: full N 8192 544 / 540, causal 514 / 517. Halves: causal N 8192 518 / 513.
+    # maxima: full N 8192 544 / 540, causal 514 / 517. Halves: causal N 8192 518 / 513; with them sums by threads causal
+    # N 4096 519 / 515, N 8192 533 / 528, N 16384 526 / 521.
+    diagonal = bounded and band.lo is None and not problem.packed
     return Config(
         64,
         64,
@@ -195,9 +198,9 @@ def _tiles_64(problem: Problem, bounded: bool) -> Config:
         ping_pong=True,
         wait_after_max=not bounded,
         finite_max=not bounded,
-        thread_sums=not bounded,
+        thread_sums=not bounded or diagonal,
         early_decay=True,
-        halves=bounded and band.lo is None and not problem.packed,
+        halves=diagonal,
     )
 
 

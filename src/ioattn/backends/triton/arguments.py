@@ -87,7 +87,7 @@ class Upstream(NamedTuple):
     dout: Matrix
     lse: Rows
     delta: Rows | None
-    """None where `lse` leads to pairs: see `tiles.load_pairs`."""
+    """None where `lse` leads to pairs: see `queries.load_pairs`."""
     out: Matrix | None = None
     """Where dQ's kernel makes delta, in 16 bits: what it is made of besides dout."""
     dlse: Rows | None = None
@@ -95,7 +95,7 @@ class Upstream(NamedTuple):
     """Where `Form.SPLIT`: exp(-LSE) is this times exp(-lse). `delta_kernel` makes both, dQ's a better factor.
 
     No `Rows`, and last: Triton 3.6 forgets what is 1 or None in a tuple of a tuple where nothing behind it in the outer
-    one is (it does not tell the outer type); `tiles.factor_rows` says how it lies.
+    one is (it does not tell the outer type); `queries.factor_rows` says how it lies.
     """
 
 
@@ -184,7 +184,7 @@ class Form(NamedTuple):
     It rounds the maximum, or the LSE, once more: too coarse for float32, and for a bias that moves scores by 1e30.
     """
     BY_BLOCK: bool
-    """It is, in the backward, with a bias, too, in blocks of queries whose LSE is near 0: see `tiles.by_block`."""
+    """It is, in the backward, with a bias, too, for blocks of queries whose LSE is near 0: see `queries.by_block`."""
     CARRIED: bool
     """It is, in the forward, with a bias, too: steps hand on the unit of a row's sums, which is made of its maximum.
 

@@ -314,7 +314,7 @@ def shared_bytes(problem: Problem, direction: Direction, tiles: Tiles, gpu: Gpu,
     per_score = 0 if in_registers else _bias_size(problem) + (problem.mask is not None)
     per_query = 2 * 4 * tiles.q_tile
     if direction == "key_value" and size == 2:
-        per_query = max(per_query, 4 * 32 * tiles.num_warps)  # see `tiles.load_pairs`
+        per_query = max(per_query, 4 * 32 * tiles.num_warps)  # see `queries.load_pairs`
     extra = scores * per_score + per_query
     stages = 1 if direction == "bias" else tiles.num_stages
     total = stages * (walked * size + extra) + kept * size

@@ -144,7 +144,7 @@ def prepare_gradients(
 
 
 def rows_for(problem: Problem, lse: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Room for delta and, in float32, the LSE in two parts; in 16 bits for it as `tiles.load_pairs` reads it."""
+    """Room for delta and, in float32, the LSE in two parts; in 16 bits for it as `queries.load_pairs` reads it."""
     if problem.dtype != torch.float32:
         pairs = lse.new_empty((*lse.shape, 2))
         return pairs[..., 1], pairs[..., 0], None
@@ -435,7 +435,7 @@ def _form(problem: Problem, direction: Direction, tiles: Tiles, wide: bool, orde
         FIRST=shortcuts.takes_first(problem),
         SCALED=direction != "bias" and shortcuts.is_scaled(problem, backward=direction != "forward"),
         FUSED=problem.bias is None and problem.dtype != torch.float32,
-        BY_BLOCK=problem.bias is not None and problem.dtype != torch.float32 and direction in ("query", "key_value"),
+        BY_BLOCK=direction in ("query", "key_value") and shortcuts.is_fused_by_block(problem),
         CARRIED=shortcuts.carries_units(problem),
         BY_THREAD=shortcuts.sums_by_thread(problem),
         EVEN=(problem.bias is not None or problem.mask is not None) and problem.len_k % 16 == 0,

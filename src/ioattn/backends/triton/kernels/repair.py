@@ -18,6 +18,7 @@ from ioattn.backends.triton.config import TILES_AT_ONCE
 from ioattn.backends.triton.kernels.backward import add_keys, add_queries, parts_of, store_keys, sum_for
 from ioattn.backends.triton.kernels.forward import attend, rows_after, scaled, sink_or_nothing, store_results, total_of
 from ioattn.backends.triton.kernels.products import add_special, scales_of
+from ioattn.backends.triton.kernels.queries import load_seeing_queries
 from ioattn.backends.triton.kernels.ranges import edge_start, every_tile, key_ranges, query_ranges
 from ioattn.backends.triton.kernels.scores import mask_at, pairs_at, turned_pairs_at, words_at
 from ioattn.backends.triton.kernels.tiles import (
@@ -31,7 +32,6 @@ from ioattn.backends.triton.kernels.tiles import (
     is_finite,
     load_keys,
     load_q,
-    load_seeing_queries,
     load_tile,
     margin_at,
     place,

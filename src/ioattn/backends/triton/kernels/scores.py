@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from ioattn.backends.triton.kernels.tiles import EXACT, FULL, PTX, device, one_of, row_at, rows_of
+from ioattn.backends.triton.kernels.tiles import EXACT, FULL, PTX, device, one_of, rounded, row_at, rows_of
 
 COVER_4 = tl.constexpr(
     "{ .reg .b32 t, u; lop3.b32 t, $4, $5, 0x01010101, 0xE0; mul.lo.u32 t, t, 255;"
@@ -190,6 +190,15 @@ def load_scores(matrix, pairs, task):
 
 
 @device
+def store_scores(values, matrix, pairs, task):
+    """Write one number per pair of a tile to a matrix of all pairs."""
+    first = row_at(matrix, task.seq.batch, task.head, pairs.row.to(tl.int64))
+    exists = (pairs.row < task.seq.len_q) & (pairs.col < task.seq.len_k)
+    pointers = first + pairs.col.to(tl.int64) * matrix.column
+    tl.store(pointers, rounded(values, matrix.ptr.dtype.element_ty), mask=exists)
+
+
+@device
 def words_at(q_start, k_start, task, form: tl.constexpr, KIND: tl.constexpr):
     """What a thread needs of the bias and of the mask, as 32-bit words; nothing where keys lie in their own order.
 
@@ -203,6 +212,17 @@ def words_at(q_start, k_start, task, form: tl.constexpr, KIND: tl.constexpr):
         if task.inputs.mask is not None:
             mask = load_words(task.inputs.mask, q_start, k_start, task, form, KIND)
     return bias, mask
+
+
+@device
+def next_words(words, q_start, k_start, task, form: tl.constexpr, NOW: tl.constexpr):
+    """The words of the next tile, where there is one and they are to be loaded NOW; else those at hand.
+
+    With a branch in a step, in front of it, or the assembler moves them to the step's end.
+    """
+    if NOW and q_start is not None and k_start is not None:
+        words = words_at(q_start, k_start, task, form, FULL)
+    return words
 
 
 @device

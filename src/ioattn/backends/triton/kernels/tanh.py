@@ -55,7 +55,7 @@ def bits(x: float) -> str:
     return "0f" + struct.pack(">f", x).hex().upper()
 
 
-def two_ways(declared: str, first: int, count: int, near: list[str], far: list[str]) -> str:
+def _two_ways(declared: str, first: int, count: int, near: list[str], far: list[str]) -> str:
     """Assembly that runs `near` where all of a warp's numbers, operands from `first` on, are below 2, else `far`.
 
     Of what is 2 or more, inf or NaN, and of nothing else, the highest bit of the exponent is set.
@@ -96,7 +96,7 @@ def _tanh_code(count: int, series: Sequence[float]) -> str:
         near += [*_polynomial(x, [f"${(2 + k) * count}" for k in range(len(series))]), f"mul.f32 ${i}, {x}, v;"]
         far += [f"mul.f32 u, {x}, w;", "ex2.approx.ftz.f32 u, u;"]
         far += ["add.f32 u, u, 0f3F800000;", "rcp.approx.ftz.f32 u, u;", f"fma.rn.f32 ${i}, u, 0fC0000000, 0f3F800000;"]
-    return two_ways(".reg .f32 u, v, w;", count, count, near, far)
+    return _two_ways(".reg .f32 u, v, w;", count, count, near, far)
 
 
 def _capped_code(count: int) -> str:
@@ -119,10 +119,11 @@ def _capped_code(count: int) -> str:
     for i in range(count):
         far += [f"sub.f32 w, {cap}, ${shift + i};", f"fma.rn.f32 ${i}, ${i}, v, w;"]
     names = ", ".join([*(f"a{i}" for i in range(8)), *(f"c{i}" for i in range(4)), "p01, p23, p45, p67, p03, t03, t47"])
-    return two_ways(f".reg .f32 {names}, r, u, v, w;", count, count, near, far)
+    return _two_ways(f".reg .f32 {names}, r, u, v, w;", count, count, near, far)
 
 
 def operands_of(count: int, inputs: int) -> str:
+    """The constraints of assembly that makes so many numbers out of as many of each input."""
     return ",".join(["=&f"] * count + ["f"] * (count * inputs))
 
 
