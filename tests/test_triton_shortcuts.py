@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from test_triton_compile import GPUS, TILES_ARE_FOR_THIS_TRITON, Machine, compile_for, empty, kernels, machine_of
 
-from ioattn.backends.triton import shortcuts
+from ioattn.backends.triton import config, shortcuts
 from ioattn.backends.triton.kernels.tanh import SERIES, SHORT_SERIES
 from ioattn.problem import Options, Problem, Tensors
 
@@ -51,6 +52,21 @@ def test_queries_are_scaled_where_that_rounds_nothing(scale: float, factor: floa
     assert shortcuts.q_factor(Problem.of(Tensors(x, x, x, bias), Options(scale=scale))) == factor
     halves = Tensors(*(y.to(torch.float16) for y in (x, x, x, bias)))
     assert shortcuts.q_factor(Problem.of(halves, Options(scale=scale))) == 1
+
+
+@pytest.mark.parametrize("sm", GPUS)
+@pytest.mark.parametrize("dim", [16, 32, 64])
+def test_blocks_of_queries_are_not_smaller_than_what_dk_and_dv_take_at_a_time(sm: int, dim: int) -> None:
+    """Whether its LSE are in powers of two, dQ's kernel says of each block: see `queries.by_block`."""
+    x = torch.empty(1, 1, 2048, dim, dtype=torch.bfloat16, device="meta")
+    problem = Problem.of(Tensors(x, x, x, BIAS["bias"]), Options(scale=0.25))
+    assert shortcuts.is_fused_by_block(problem)
+    for memory in (48 * 1024, 64 * 1024, 99 * 1024, GPUS[sm]):
+        gpu = config.Gpu(divmod(sm, 10), memory)
+        for in_registers in itertools.product((False, True), repeat=2):
+            query = config.choose(problem, "query", gpu, in_registers[0])
+            key_value = config.choose(problem, "key_value", gpu, in_registers[1])
+            assert query.q_tile % key_value.q_tile == 0, (query, key_value)
 
 
 def forward(dtype: torch.dtype, dim: int, options: Options, folder: Path, sm: int = 90, **extras: Any) -> Machine:

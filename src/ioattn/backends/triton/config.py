@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, get_args
 import triton
 
 from ioattn.backends.triton.arguments import padded
-from ioattn.backends.triton.shortcuts import is_bounded
+from ioattn.backends.triton.shortcuts import is_bounded, is_fused_by_block
 from ioattn.problem import Problem
 
 Direction = Literal["forward", "delta", "key_value", "query", "bias"]
@@ -209,6 +209,15 @@ def choose(problem: Problem, direction: Direction, gpu: Gpu | None, in_registers
 
     `in_registers` says that bias and mask are read straight into registers: they take no shared memory.
     """
+    tiles = _choose(problem, direction, gpu, in_registers)
+    if direction == "key_value" and is_fused_by_block(problem):
+        # Of the queries taken at a time all must be of one block of dQ's kernel.
+        blocks = [_choose(problem, "query", gpu, way).q_tile for way in (False, True)]
+        tiles = tiles._replace(q_tile=min(tiles.q_tile, *blocks))
+    return tiles
+
+
+def _choose(problem: Problem, direction: Direction, gpu: Gpu | None, in_registers: bool) -> Tiles:
     if gpu is None:
         return INTERPRETER if _may_split(problem, direction) else _whole(INTERPRETER)
     if direction == "delta":
