@@ -18,8 +18,9 @@ from ioattn import ops
 from ioattn.backends.triton import config, launch
 from ioattn.backends.triton.config import FP16X3, Tiles
 from ioattn.backends.triton.halves import Room
+from ioattn.backends.triton.kernels.queries import UNSEEN
 from ioattn.launching import _with_tensor_maps, by_address
-from ioattn.problem import Options, Problem, Tensors
+from ioattn.problem import Gradients, Options, Problem, Tensors
 
 FORMS = {
     "apart": Tiles(32, 64, 4, 1, apart=True),
@@ -181,3 +182,36 @@ def test_gradients_with_biases_far_from_0(backend: Target, name: str) -> None:
     ]
     for found, plain, known in zip(*results, strict=True):
         assert (found - known).norm() <= 2 * (plain - known).norm() + 0.002 * known.norm()
+
+
+@pytest.mark.parametrize("with_dbias", [False, True])
+@pytest.mark.parametrize("lse", [1100.0, -1e9, torch.nan], ids=str)
+def test_one_lse_far_from_0_has_its_block_flagged(
+    backend: Target, monkeypatch: pytest.MonkeyPatch, lse: float, with_dbias: bool
+) -> None:
+    """In the lowest bit of each delta, that of a query that saw nothing too: threads look at one of several.
+
+    Results do not say so: in the interpreter each score goes by its own flag.
+    """
+    if backend.name != "triton":
+        pytest.skip("of the kernels in Triton alone")
+    q, k, v, dout = (torch.randn(1, 1, n, 64, device=backend.device).bfloat16() for n in (192, 144, 144, 192))
+    bias = torch.zeros(1, 1, 192, 144, device=backend.device)
+    bias[..., 5, :], bias[..., 7, :], bias[..., 100:, :] = lse, -torch.inf, 1000.0
+    bias = bias.bfloat16()
+    tensors = Tensors(q, k, v, bias)
+    problem = Problem.of(tensors, Options())
+    out, sums = torch.empty_like(q), torch.empty(1, 1, 192, device=backend.device)
+    launch.prepare(problem, tensors, out, sums)(tensors, out, sums)
+    room = launch.rows_for(problem, sums)
+    monkeypatch.setattr(launch, "rows_for", lambda *_: room)
+    given = (tensors, out, sums, dout, None)
+    grads = Gradients(*map(torch.empty_like, (q, k, v)), torch.empty_like(bias) if with_dbias else None)
+    launch.prepare_gradients(problem, *given, grads)(*given, grads)
+    delta, in_units = (x[0, 0].contiguous() for x in room[:2] if x is not None)
+    block = config.choose(problem, "query", launch.gpu_of(q.device)).q_tile
+    is_far = torch.arange(192, device=backend.device) < block
+    assert torch.equal(delta.view(torch.int32) & 1, is_far.int())
+    expected = torch.where(is_far, sums[0, 0], sums[0, 0] / math.log(2))
+    expected[7] = UNSEEN.value
+    torch.testing.assert_close(in_units, expected, equal_nan=True)
