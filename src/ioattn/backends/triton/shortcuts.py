@@ -64,7 +64,7 @@ def is_scaled(problem: Problem, backward: bool) -> bool:
     """Whether queries, for dK and dV keys, are multiplied by `q_factor`.
 
     Not in the backward where dV has a kernel of its own, without the tile that keys pass through. With a bias the
-    backward has 292 TFLOP/s at D 64, where it had 268 (H200); above that it was not timed.
+    backward went from 268 to 292 TFLOP/s at D 64 (H200); above that it was not timed.
     """
     widest = max(problem.dim, problem.dim_v)
     return q_factor(problem) != 1.0 and not (backward and widest > (128 if problem.bias is None else 64))
