@@ -263,10 +263,11 @@ def section(problem: Problem) -> int:
 def least_heads(problem: Problem) -> int:
     """How many heads a section takes at the least, so that few tiles wait for others, or are left to end alone."""
     dim, band = tile_dim(max(problem.dim, problem.dim_v)), problem.band
-    if adds_in_order(problem) and walks_backwards(problem):
-        return LEAST_SHORT_HEADS if problem.group > 1 or dim == 64 else LEAST_HEADS
+    if adds_in_order(problem):
+        many = LEAST_SHORT_HEADS if problem.group > 1 or dim == 64 else LEAST_HEADS
+        return many if walks_backwards(problem) else 1
     causal = band.hi is not None and band.lo is None and not problem.packed
-    return LEAST_CAUSAL_HEADS if causal and dim == 128 and problem.group == 1 and not adds_in_order(problem) else 1
+    return LEAST_CAUSAL_HEADS if causal and dim == 128 and problem.group == 1 else 1
 
 
 def key_tiles(problem: Problem) -> int:

@@ -143,8 +143,7 @@ def _tiles_128(problem: Problem, dim: int, dim_v: int, bounded: bool) -> Config:
     # Places by masks, with both: causal N 512 347 / 343, full 672 / 670, 673 / 670.
     # All of these above N 2048, too: causal N 4096 695 / 691, N 8192 723 / 715, N 16384 703 / 690, 32 heads on 8 687 /
     # 678; without the wait N 8192 714.
-    light = not crowded
-    diagonal = bounded and light
+    diagonal = bounded and not crowded
     return Config(
         dim,
         dim_v,
@@ -152,16 +151,16 @@ def _tiles_128(problem: Problem, dim: int, dim_v: int, bounded: bool) -> Config:
         keys=64 if narrow else 128,
         stages=4 if narrow else 2,
         registers=232 if crowded else 240,
-        query_stages=2 if light else 1,
-        wait_after_max=light and not narrow,
-        place_masks=light,
-        finite_max=light,
+        query_stages=1 if crowded else 2,
+        wait_after_max=not crowded and not narrow,
+        place_masks=not crowded,
+        finite_max=not crowded,
         thread_sums=True,
         early_decay=True,
         by_warp=True,
         halves=diagonal and not narrow,
         by_turns=diagonal,
-        scales_changed=light,
+        scales_changed=not crowded,
     )
 
 
